@@ -1,5 +1,6 @@
-"""Checkpoints of the training state: each rank writes what it owns, and the whole appears at once or not at all.
+"""Checkpoints of the training state: each rank writes the slices it owns, and the checkpoint appears as a whole or not.
 
-May import `state` and below. Start with `checkpointer.py`: snapshot (what a rank owns), write (its file), commit (the
-manifest and the name); `restore.py` is the way back.
+May import `state` and below. Start with `checkpointer.py` (the slices each rank owns), then `pending.py` (a checkpoint
+that is being written), `tensor_files.py` (a rank's safetensors file) and `commit.py` (the index and the rename);
+`restore.py` is the way back.
 """

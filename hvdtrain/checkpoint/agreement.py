@@ -1,54 +1,28 @@
-"""What the ranks tell one another while a checkpoint is written or read."""
+"""Agreement of the ranks while a checkpoint is written or read: an error on one rank is raised on all."""
 
 import json
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain.config.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from hvdtrain.backends.protocol import Among
+    from hvdtrain.backends.protocol import Backend
 
 TIMEOUT_S = 3600.0
-"""A slow disk is no fault; a rank that ends takes the others with it by itself."""
+"""Generous: slow disks are not an error, and dead ranks are detected elsewhere."""
 
 
-class Ranks(Protocol):
-    """What a checkpointer needs of a backend."""
-
-    @property
-    def primary(self) -> bool:
-        """Whether this process writes the manifest, and reads what all hold alike; it comes first in `gather_bytes`."""
-
-    @property
-    def rank(self) -> int:
-        """This process's place in `gather_bytes`."""
-
-    @property
-    def job_size(self) -> int:
-        """Number of processes; more than `processes` where each replica is split among some."""
-
-    @property
-    def processes(self) -> int:
-        """Number of processes that hold the same part of a replica."""
-
-    def broadcast(self, tensors: dict[str, Any], *, root: int = 0, among: "Among" = "replicas") -> None:
-        """Give every replica, or every process of the job, the values that `root` has, by path."""
-
-    def gather_bytes(self, payload: bytes, *, timeout: float | None) -> list[bytes]:
-        """Return every process's `payload`, in rank order."""
-
-
-def is_split(ranks: Ranks) -> bool:
-    """Tell whether processes hold different parts of the model."""
+def is_split(ranks: "Backend") -> bool:
+    """Return whether processes hold different shards of the model."""
     return ranks.job_size > ranks.processes
 
 
-def on_every_rank(ranks: Ranks, act: Callable[[], Any]) -> list[Any]:
-    """Call `act`, which returns JSON, and return what it returned on every rank; an error on one is raised on all.
+def on_every_rank(ranks: "Backend", act: Callable[[], Any]) -> list[Any]:
+    """Call `act`, which returns JSON, and gather the results of all ranks. Collective.
 
     Raises:
-        CheckpointError: what the first rank on which `act` failed says, naming it where it is another one.
+        CheckpointError: of the first rank on which `act` raised one, named if it is another rank.
     """
     error: CheckpointError | None = None
     outcome: dict[str, Any] = {}

@@ -1,7 +1,6 @@
-"""Checkpoints that are written while training goes on: a step waits only for the copy to the host's memory.
+"""Write checkpoints in a background thread: a training step waits only for the copy to host memory.
 
-One checkpoint is written at a time: who saves again waits for the one before (`finish`). What goes wrong in the
-background is raised there, on all ranks alike.
+One checkpoint is written at a time: the next save waits for it (`finish`), and raises its error on all ranks.
 """
 
 import json
@@ -12,25 +11,26 @@ from dataclasses import asdict
 from typing import Any
 
 from hvdtrain.checkpoint.agreement import TIMEOUT_S, is_split, on_every_rank
-from hvdtrain.checkpoint.checkpointer import Checkpointer, Unwritten
+from hvdtrain.checkpoint.checkpointer import Checkpointer
+from hvdtrain.checkpoint.pending import PendingCheckpoint
 from hvdtrain.config.errors import CheckpointError, LaunchError
 from hvdtrain.runtime.control.channel import ControlChannel
 from hvdtrain.state.train_state import TrainState
 
 _KEY = "checkpoint"
 _LOOKS_A_SECOND = 500
-"""At the status board, by the primary alone: over the store of horovodrun each look asks once for every rank."""
+"""The primary's reads of the status board: over horovodrun's store each one is a request per rank."""
 _PATIENCE_S = 5.0
-"""Where training fails, a checkpoint that is nearly there is waited for; a longer one is given up with the job."""
+"""Time for a pending checkpoint to finish after training has failed."""
 
 
 class BackgroundSaver:
-    """Saves a training state in the background; every rank calls it after the same steps.
+    """Saves a training state in the background. Collective.
 
     Args:
         files: writes the checkpoints.
-        board: the channel over which ranks that hold slices say that theirs are on disk, past its ordered exchange,
-            which is the training's.
+        board: the channel on whose status board ranks with slices report theirs on disk; its ordered exchange is the
+            training's.
         before: called with the state before it is copied.
     """
 
@@ -43,10 +43,10 @@ class BackgroundSaver:
         self._writing: _Writing | None = None
 
     def __call__(self, state: TrainState) -> None:
-        """Copy the state, and begin to write it.
+        """Copy the state, and start writing it.
 
         Raises:
-            CheckpointError: the folder cannot be written, or what was being written could not; the same on all ranks.
+            CheckpointError: the folder cannot be written, or the checkpoint before failed; the same on all ranks.
         """
         self.finish()
         self._before(state)
@@ -56,35 +56,35 @@ class BackgroundSaver:
         if not whole and self._board.size != ranks.job_size:
             self.files.save_state(state)  # no board on which the ranks could agree
             return
-        unwritten = self.files.copy(state.scalars.step, tensors, asdict(state.scalars))
-        self._writing = _Writing(unwritten, None if whole else self._board)
+        pending = self.files.copy(state.scalars.step, tensors, asdict(state.scalars))
+        self._writing = _Writing(pending, None if whole else self._board)
 
     def finish(self) -> None:
-        """Wait until the checkpoint that is being written is there, if there is one.
+        """Wait for the pending checkpoint, if there is one. Collective.
 
         Raises:
-            CheckpointError: it could not be written; the same on all ranks.
+            CheckpointError: it failed; the same on all ranks.
         """
         writing, self._writing = self._writing, None
         if writing is not None:
             on_every_rank(self.files.ranks, writing.result)
 
     def close(self) -> None:
-        """Wait for some seconds for what is being written, where training fails; called by each rank for itself."""
+        """Wait a few seconds for the pending checkpoint when training ends; each rank for itself."""
         if self._writing is not None:
             self._writing.abandon(_PATIENCE_S)
 
 
 class _Writing:
-    """A checkpoint that a thread writes.
+    """The thread that writes a checkpoint.
 
     Args:
-        unwritten: the copy of what this rank owns, and where it goes.
-        board: where the ranks report what they have written; None where the primary writes everything.
+        pending: the copied slices of this rank, and their folder.
+        board: where the ranks report their files; None if the primary writes everything.
     """
 
-    def __init__(self, unwritten: Unwritten, board: ControlChannel | None) -> None:
-        self._unwritten = unwritten
+    def __init__(self, pending: PendingCheckpoint, board: ControlChannel | None) -> None:
+        self._pending = pending
         self._board = board
         self._error: BaseException | None = None
         self._abandoned = threading.Event()
@@ -98,26 +98,26 @@ class _Writing:
             raise self._error
 
     def abandon(self, patience: float) -> None:
-        """Wait for so many seconds, and no more for other ranks."""
+        """Stop waiting for other ranks, and wait `patience` seconds for the thread."""
         self._abandoned.set()
         self._thread.join(patience)
 
     def _run(self) -> None:
-        unwritten = self._unwritten
+        pending = self._pending
         try:
-            with unwritten.told_as_its_failure():
+            with pending.naming_failures():
                 name = self._written_here()
                 names = [name] if self._board is None else self._written_by_all(self._board)
-                if unwritten.primary:
-                    unwritten.commit(names)
+                if pending.primary:
+                    pending.commit(names)
         except BaseException as error:  # raised by `result`, in the thread that trains
             self._error = error
-            unwritten.give_up()
+            pending.give_up()
 
     def _written_here(self) -> str | None:
-        """Write what this rank owns, and tell the others so, or that it failed."""
+        """Write this rank's file, and report it or the error."""
         try:
-            name = self._unwritten.write()
+            name = self._pending.write()
         except Exception as error:
             self._report(error=str(error))
             raise
@@ -126,15 +126,15 @@ class _Writing:
 
     def _report(self, name: str | None = None, error: str | None = None) -> None:
         if self._board is not None:
-            self._board.post(_KEY, json.dumps([self._unwritten.token, name, error]).encode())
+            self._board.post(_KEY, json.dumps([self._pending.token, name, error]).encode())
 
     def _written_by_all(self, board: ControlChannel) -> Sequence[str | None]:
-        """Return, on the primary, the name of each rank's file, None where it owns nothing.
+        """Return, on the primary, the name of each rank's file, or None where a rank owns nothing.
 
         Raises:
-            CheckpointError: a rank could not write its own, or is gone.
+            CheckpointError: a rank failed to write its file, or is gone.
         """
-        if not self._unwritten.primary:
+        if not self._pending.primary:
             return []
         pause, deadline = max(0.02, board.size / _LOOKS_A_SECOND), time.monotonic() + TIMEOUT_S
         while time.monotonic() < deadline and not self._abandoned.is_set() and not board.failures():
@@ -148,9 +148,9 @@ class _Writing:
         raise CheckpointError("other ranks have not written theirs.")
 
     def _reports(self, board: ControlChannel) -> dict[int, tuple[Any, Any]]:
-        """Return by rank what was reported of this checkpoint."""
+        """Return the reports about this checkpoint, by rank."""
         try:
             posts = {rank: json.loads(text) for rank, text in board.read(_KEY).items()}
         except LaunchError:
             return {}
-        return {rank: (name, error) for rank, (token, name, error) in posts.items() if token == self._unwritten.token}
+        return {rank: (name, error) for rank, (token, name, error) in posts.items() if token == self._pending.token}

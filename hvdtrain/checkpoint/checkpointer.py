@@ -1,44 +1,40 @@
 """Checkpoints in numbered folders that appear whole or not at all."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import tensorflow as tf
+import numpy as np
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.backends.single import NoOpCollectives
-from hvdtrain.checkpoint.agreement import is_split, on_every_rank
-from hvdtrain.checkpoint.commit import commit
-from hvdtrain.checkpoint.drafts import Draft
-from hvdtrain.checkpoint.manifest import merged
+from hvdtrain.checkpoint.agreement import TIMEOUT_S, is_split, on_every_rank
 from hvdtrain.checkpoint.naming import complete, name_of, step_of
-from hvdtrain.checkpoint.retention import Retention, remove_old
-from hvdtrain.checkpoint.selection import find_checkpoint, newest_good, put_aside
-from hvdtrain.checkpoint.snapshot import Owned, on_host, owned
-from hvdtrain.checkpoint.write import refuse_unshared, take_list, write_list, write_tensors
-from hvdtrain.config.errors import CheckpointError, LaunchError
-from hvdtrain.runtime.consequences import reason
-from hvdtrain.state.named_tensors import NamedTensor
+from hvdtrain.checkpoint.pending import PendingCheckpoint
+from hvdtrain.checkpoint.selection import Retention, find_checkpoint, newest_good
+from hvdtrain.checkpoint.tensor_files import Owned
+from hvdtrain.config.errors import CheckpointError
+from hvdtrain.runtime.placement import bounds_of, box_shape
+from hvdtrain.state.named_tensors import NamedTensor, elements, spec_of
 from hvdtrain.state.train_state import TrainState
 
 
 class Checkpointer:
-    """Writes the training state to `folder/step-N` and keeps the newest ones and the best; every rank calls it.
+    """Writes the training state to `folder/step-N`, and keeps the newest ones and the best. Collective.
 
-    Each rank writes the tensors that it owns, and the list of them, into a hidden folder. When all have reported theirs
-    to be on disk, the primary makes one manifest of the lists and renames the folder: a writer that is killed leaves
-    nothing that could be taken for a checkpoint. Where no tensor is sharded, only the primary needs to see the folder.
+    Each rank writes the tensors that it owns to a safetensors file in a hidden folder. When all have reported theirs to
+    be on disk, the primary writes the index of all files and renames the folder: a writer that is killed leaves nothing
+    that could be taken for a checkpoint. Where no tensor is sharded, only the primary needs to see the folder.
 
     Args:
         folder: where the checkpoints are; created when the first is saved.
         keep: how many of the newest stay; None: all.
         backend: the ranks that hold the state; None: this process alone.
         keep_every_hours: one checkpoint of every so many hours stays as well; None: none does.
-        before: called on the primary before each checkpoint; what it raises, OSError or CheckpointError, is the
-            checkpoint's failure.
+        before: called on the primary before each checkpoint; if it raises OSError or CheckpointError, the checkpoint
+            fails.
     """
 
     def __init__(
@@ -56,51 +52,52 @@ class Checkpointer:
         self.ranks: Any = backend if backend is not None else NoOpCollectives()
 
     def save(self, step: int, tensors: Mapping[str, NamedTensor], scalars: Mapping[str, Any]) -> Path:
-        """Write the state after `step` steps and return its folder.
+        """Write the state after `step` steps and return its folder. Collective.
 
         Args:
             step: finished steps.
             tensors: the state, by path.
-            scalars: the rest of it. Of `best`, if there is one, the checkpoint of its `step` stays, whatever its age.
+            scalars: the rest of it. If they name a `best` epoch, the checkpoint of its `step` stays at any age.
 
         Raises:
             CheckpointError: the disk is full or the folder cannot be written.
         """
-        unwritten = self._begin(step, scalars)
+        pending = self._begin(step, scalars)
         try:
-            unwritten.owned = owned(tensors, self.ranks)
-            written = self._together(unwritten, unwritten.write)
-            self._together(unwritten, lambda: unwritten.commit(written) if unwritten.primary else None)
+            pending.owned = owned(tensors, self.ranks)
+            written = self._together(pending, pending.write)
+            self._together(pending, lambda: pending.commit(written) if pending.primary else None)
         except BaseException:
-            unwritten.give_up()
+            pending.give_up()
             raise
-        return unwritten.final
+        return pending.final
 
-    def copy(self, step: int, tensors: Mapping[str, NamedTensor], scalars: Mapping[str, Any]) -> "Unwritten":
-        """Return a copy of the state after `step` steps in the host's memory, and the folder that it goes to.
+    def copy(self, step: int, tensors: Mapping[str, NamedTensor], scalars: Mapping[str, Any]) -> PendingCheckpoint:
+        """Copy the state after `step` steps to host memory, as a checkpoint to be written. Collective.
 
         Args:
             step: finished steps.
             tensors: the state, by path.
-            scalars: as in `save`; nobody changes them any more.
+            scalars: as in `save`; nobody may change them later.
 
         Raises:
             CheckpointError: the folder cannot be written.
         """
-        unwritten = self._begin(step, scalars)
+        pending = self._begin(step, scalars)
         try:
-            unwritten.owned = [on_host(tensor) for tensor in owned(tensors, self.ranks)]
+            mine = owned(tensors, self.ranks)
+            pending.owned = [Owned(each.spec, _HostArray(np.array(each.array(), order="C"))) for each in mine]
         except BaseException:
-            unwritten.give_up()
+            pending.give_up()
             raise
-        return unwritten
+        return pending
 
     def save_state(self, state: TrainState) -> Path:
-        """Do `save` for all of a training state."""
+        """Write all of a training state; see `save`. Collective."""
         return self.save(state.scalars.step, state.saved_tensors(), asdict(state.scalars))
 
     def prepare(self, step: int, tensors: Mapping[str, NamedTensor], *, again: bool = False) -> None:
-        """Check that a training from `step` on can save here; called on every rank before the first step.
+        """Check that a training from `step` on can save here, before its first step. Collective.
 
         Args:
             step: finished steps.
@@ -108,28 +105,27 @@ class Checkpointer:
             again: whether this training has saved here before, and may have come further.
 
         Raises:
-            CheckpointError: the folder cannot be written, holds checkpoints of later steps, or is not one that all
-                ranks share where they have to.
+            CheckpointError: the folder cannot be written, holds checkpoints of later steps, or must be shared by all
+                ranks and is not.
         """
+        pending = self._pending(step, {})
 
         def attempt() -> str | None:
+            if not self.ranks.primary:
+                return None
             try:
-                if not self.ranks.primary:
-                    return None
-                drafts.append(Draft(self._folder, name_of(step)))
-                (drafts[0].path / "writable").write_bytes(b" ")
-                return str(drafts[0].path)
+                pending.create()
+                (pending.path / "writable").write_bytes(b" ")
             except OSError as error:
                 raise CheckpointError(f"Checkpoints cannot be written to {self._folder}: {error}") from error
+            return str(pending.path)
 
-        drafts: list[Draft] = []
         try:
-            path = Path(on_every_rank(self.ranks, attempt)[0])
-            shared = not is_split(self.ranks) and all(tensor.replicated for tensor in tensors.values())
-            on_every_rank(self.ranks, lambda: None if shared else refuse_unshared(path))
+            pending.path = Path(on_every_rank(self.ranks, attempt)[0])
+            shared = not _is_whole(tensors, self.ranks)
+            on_every_rank(self.ranks, lambda: pending.refuse_unshared() if shared else None)
         finally:
-            for draft in drafts:
-                draft.give_up()
+            pending.give_up()
         if not again:
             on_every_rank(self.ranks, lambda: self._refuse_later(step) if self.ranks.primary else None)
 
@@ -143,7 +139,7 @@ class Checkpointer:
             )
 
     def find(self, which: str = "newest") -> Path:
-        """Return a checkpoint that the primary sees in the folder, and finds undamaged; see `find_checkpoint`.
+        """Return an undamaged checkpoint that the primary sees in the folder; see `find_checkpoint`. Collective.
 
         Raises:
             CheckpointError: there is none.
@@ -155,104 +151,72 @@ class Checkpointer:
         return Path(on_every_rank(self.ranks, look)[0])
 
     def find_to_go_on(self) -> Path | None:
-        """Return the newest checkpoint that is not damaged, None if there is none; those that are, are set aside."""
+        """Return the newest undamaged checkpoint, or None; damaged ones are set aside. Collective."""
 
         def look() -> str | None:
-            found = newest_good(self._folder, put_aside) if self.ranks.primary else None
+            found = newest_good(self._folder, set_aside=True) if self.ranks.primary else None
             return None if found is None else str(found)
 
         found = on_every_rank(self.ranks, look)[0]
         return None if found is None else Path(found)
 
-    def _together(self, unwritten: "Unwritten", act: Callable[[], Any]) -> list[Any]:
-        """Call `act` on every rank; what fails is told as the checkpoint's failure."""
+    def _together(self, pending: PendingCheckpoint, act: Callable[[], Any]) -> list[Any]:
+        """Call `act` on every rank; an error names the checkpoint."""
 
         def attempt() -> Any:
-            with unwritten.told_as_its_failure():
+            with pending.naming_failures():
                 return act()
 
         return on_every_rank(self.ranks, attempt)
 
-    def _begin(self, step: int, scalars: Mapping[str, Any]) -> "Unwritten":
-        """Make the folder that all write into, on the primary."""
-        file = f"tensors-{self.ranks.rank:05d}.bin"
-        unwritten = Unwritten(final=self._folder / name_of(step), file=file, scalars=scalars, retention=self._retention)
+    def _pending(self, step: int, scalars: Mapping[str, Any]) -> PendingCheckpoint:
+        final = self._folder / name_of(step)
+        return PendingCheckpoint(final=final, rank=self.ranks.rank, scalars=scalars, retention=self._retention)
 
-        def make() -> str | None:
+    def _begin(self, step: int, scalars: Mapping[str, Any]) -> PendingCheckpoint:
+        """Make the folder that all ranks write into."""
+        pending = self._pending(step, scalars)
+
+        def create() -> str | None:
             if not self.ranks.primary:
                 return None
             self._before()
-            unwritten.draft = Draft(self._folder, unwritten.final.name)
-            return str(unwritten.draft.path)
+            pending.create()
+            return str(pending.path)
 
-        unwritten.path = Path(self._together(unwritten, make)[0])
-        return unwritten
+        pending.path = Path(self._together(pending, create)[0])
+        return pending
 
 
-@dataclass(kw_only=True)
-class Unwritten:
-    """A checkpoint on its way to the disk, as one rank sees it."""
+class _HostArray(NamedTuple):
+    """Values in host memory that nobody changes."""
 
-    final: Path
-    """Its folder, once it is there."""
-    file: str
-    """The name of this rank's file."""
-    scalars: Mapping[str, Any]
-    retention: Retention
-    path: Path = Path()
-    """The hidden folder that all ranks write into."""
-    draft: Draft | None = None
-    """This, where it was made: on the primary."""
-    owned: Iterable[Owned] = ()
-    """What this rank writes."""
+    array: np.ndarray
 
-    @property
-    def primary(self) -> bool:
-        """Whether this rank commits the checkpoint."""
-        return self.draft is not None
+    def numpy(self) -> np.ndarray:
+        return self.array
 
-    @property
-    def token(self) -> str:
-        """Tells it from all others, on every rank."""
-        return self.path.name
 
-    def write(self) -> str | None:
-        """Write what this rank owns, and return the name of its file; None if it owns nothing."""
-        file = self.path / self.file
-        entries, size = write_tensors(file, self.owned)
-        self.owned = ()
-        if not entries:
-            return None
-        write_list(file, entries, size)
-        return file.name
+def owned(tensors: Mapping[str, NamedTensor], ranks: Backend) -> list[Owned]:
+    """Return the slices this rank writes. The lowest rank writes a slice that several hold. Collective.
 
-    def commit(self, written: Sequence[str | None]) -> None:
-        """Give the checkpoint its name, once the files in `written` are there, and remove those that are not kept."""
-        assert self.draft is not None, "the primary commits"
-        lists = {name: take_list(self.path / name) for name in written if name is not None}
-        tensors = merged([entries for entries, _ in lists.values()])
-        commit(
-            self.path,
-            final=self.final,
-            tensors=tensors,
-            files={name: size for name, (_, size) in lists.items()},
-            scalars=self.scalars,
-        )
-        self.draft.close()
-        self.draft = None
-        best, folder = self.scalars.get("best"), self.final.parent
-        remove_old(folder, {self.final} | ({folder / name_of(best["step"])} if best else set()), self.retention)
+    Args:
+        tensors: the state, by path.
+        ranks: those that write.
+    """
+    if _is_whole(tensors, ranks):
+        return [Owned(spec_of(path, tensor), tensor.value) for path, tensor in tensors.items()] if ranks.primary else []
+    specs = [spec_of(path, tensor) for path, tensor in tensors.items()]
+    mine = [json.dumps([spec.path, *bounds_of(spec.slice)]) for spec in specs]
+    everyone = ranks.gather_bytes(json.dumps(mine).encode(), timeout=TIMEOUT_S)
+    taken = {held for text in everyone[: ranks.rank] for held in json.loads(text)}
+    return [
+        Owned(spec, tensors[spec.path].value)
+        for spec, held in zip(specs, mine, strict=True)
+        if held not in taken and (spec.whole or elements(box_shape(spec.slice)))
+    ]
 
-    def give_up(self) -> None:
-        """Remove what was written."""
-        if self.draft is not None:
-            self.draft.give_up()
-            self.draft = None
 
-    @contextmanager
-    def told_as_its_failure(self) -> Iterator[None]:
-        """Let what fails in this context name the checkpoint."""
-        try:
-            yield
-        except (OSError, CheckpointError, LaunchError, tf.errors.OpError) as error:
-            raise CheckpointError(f"The checkpoint {self.final} cannot be written: {reason(error)}") from error
+def _is_whole(tensors: Mapping[str, NamedTensor], ranks: Backend) -> bool:
+    """Return whether every rank holds all of the state."""
+    return not is_split(ranks) and all(tensor.replicated for tensor in tensors.values())

@@ -9,23 +9,31 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.checkpoint import manifest
-from hvdtrain.checkpoint.manifest import Manifest, StoredTensor
+from hvdtrain.checkpoint import index
+from hvdtrain.checkpoint.index import Index, StoredTensor
 from hvdtrain.checkpoint.naming import REPLACED, step_named
-from hvdtrain.checkpoint.write import sync
 
 
 def commit(
     draft: Path, final: Path, tensors: Mapping[str, StoredTensor], files: Mapping[str, int], scalars: Mapping[str, Any]
 ) -> None:
-    """Write the manifest of `draft`, in which every rank's file is, and give the folder its name."""
-    file = draft / manifest.NAME
-    content = Manifest(scalars=scalars, files=files, tensors=tensors, saved_at=time.time(), step=step_named(final))
-    file.write_text(manifest.encode(content), encoding="utf-8")
-    sync(file)
-    sync(draft)
+    """Write the index of `draft`, in which every rank's file is, and give the folder its name."""
+    file = draft / index.NAME
+    content = Index(scalars=scalars, files=files, tensors=tensors, saved_at=time.time(), step=step_named(final))
+    file.write_text(index.encode(content), encoding="utf-8")
+    _sync(file)
+    _sync(draft)
     _show(draft, final)
-    sync(final.parent)
+    _sync(final.parent)
+
+
+def _sync(path: Path) -> None:
+    """Force a file's or a folder's content to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _show(draft: Path, final: Path) -> None:

@@ -1,27 +1,33 @@
-"""A lock on the folder that a job writes to: a second job is refused."""
+"""The lock on the folder that a job writes to: a second job is refused."""
 
 import contextlib
+import errno
 import json
 import os
 import socket
 import time
-import weakref
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hvdtrain.checkpoint.agreement import Ranks, on_every_rank
+from filelock import FileLock, Timeout
+
+from hvdtrain.checkpoint.agreement import on_every_rank
 from hvdtrain.config.errors import CheckpointError
-from hvdtrain.runtime.file_lock import is_named, open_locked
+
+if TYPE_CHECKING:
+    from hvdtrain.backends.protocol import Backend
 
 NAME = ".lock"
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+"""Errors of file systems without locks."""
 
 
 class FolderLock:
     """A job's lock on its folder, which is made if it is missing.
 
-    The lock is a file in the folder, and gone with it: whoever makes the folder again must `renew` it.
+    The lock is a file in the folder, and gone with it: whoever makes the folder again must `renew` it. The system
+    releases it when the process ends. On a file system without locks nothing is locked.
 
     Args:
         folder: of the run, or of its checkpoints.
@@ -31,9 +37,8 @@ class FolderLock:
     def __init__(self, folder: Path, job: str | None = None) -> None:
         self._file = folder / NAME
         self._job = job
-        self._descriptor: int | None = None
-        # A forked child shares the open file: it would hold the lock beyond the end of this process.
-        os.register_at_fork(after_in_child=partial(_let_go, weakref.ref(self)))
+        self._lock: FileLock | None = None
+        self._locked_file: os.stat_result | None = None
 
     def acquire(self) -> None:
         """Take the lock.
@@ -42,58 +47,93 @@ class FolderLock:
             CheckpointError: another job holds it.
             OSError: the folder cannot be written.
         """
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor = _locked(self._file, self._job, takes_over=True)
+        self._acquire(takes_over=True)
 
     def renew(self) -> None:
-        """Take the lock again if its folder was removed meanwhile, or is another one; nothing where none was taken.
+        """Take the lock again if its folder was removed or replaced meanwhile; nothing if it was never taken.
 
         Raises:
             CheckpointError: another job holds it by now.
             OSError: the folder cannot be written.
         """
-        before = self._descriptor
-        if before is not None and not is_named(before, self._file):
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            # Who took it over from this rank, which was silent, keeps it.
-            self._descriptor = _locked(self._file, self._job, takes_over=False)
-            os.close(before)
+        before = self._lock
+        if before is not None and not self._in_place():
+            self._acquire(takes_over=False)  # whoever took over from this rank, which was silent, keeps it
+            before.release()
 
     def release(self) -> None:
-        """Let go of it, and remove its file, but not that of another job."""
-        if self._descriptor is not None:
-            if is_named(self._descriptor, self._file):
+        """Release the lock and remove its file, unless it is another job's by now."""
+        if self._lock is not None:
+            if self._lock.is_locked and self._in_place():  # in a forked child it is not locked
                 with contextlib.suppress(OSError):
                     self._file.unlink()
-            self.let_go()
+            self._lock.release()
+            self._lock = None
 
-    def let_go(self) -> None:
-        """Close the file of the lock, which stays where it is."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+    def _acquire(self, *, takes_over: bool) -> None:
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(self._file, thread_local=False, on_acquired=self._sign)
+        while True:
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
+                self._refuse_holder(takes_over=takes_over)
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                break
+            else:
+                break
+        self._lock = lock
 
+    def _refuse_holder(self, *, takes_over: bool) -> None:
+        """Refuse a folder that another job has locked; take the file away from a lost rank of this job."""
+        try:
+            found = json.loads(self._file.read_text())
+        except FileNotFoundError:  # its holder has just removed it
+            return
+        except ValueError:
+            found = {}
+        holder = found if isinstance(found, dict) else {}
+        if not takes_over or self._job is None or holder.get("job") != self._job:
+            raise CheckpointError(
+                f"One job at a time writes to a folder. Received: {self._file.parent}, to which {_named(holder)} still "
+                "writes. Wait for it, or name another folder."
+            )
+        self._file.unlink(missing_ok=True)
 
-def _let_go(reference: "weakref.ref[FolderLock]") -> None:
-    lock = reference()
-    if lock is not None:
-        lock.let_go()
+    def _sign(self, descriptor: int) -> None:
+        """Write into the locked file who holds it."""
+        self._locked_file = os.fstat(descriptor)
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        holder = {"process": os.getpid(), "host": socket.gethostname(), "since": since, "job": self._job}
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+
+    def _in_place(self) -> bool:
+        """Return whether the locked file still has its name."""
+        try:
+            return self._locked_file is not None and os.path.samestat(os.stat(self._file), self._locked_file)
+        except OSError:
+            return False
 
 
 @contextlib.contextmanager
 def locked(
-    folder: Path, ranks: Ranks, refusal: str = "Checkpoints cannot be written to {folder}", *, job: str | None = None
+    folder: Path,
+    ranks: "Backend",
+    refusal: str = "Checkpoints cannot be written to {folder}",
+    *,
+    job: str | None = None,
 ) -> Iterator[FolderLock]:
-    """Hold the lock on `folder` in this context, on the primary; every rank calls it.
-
-    The system lets go of it when the process ends, however it does. Where the file system has no locks there is none.
+    """Hold the lock on `folder` in this context, on the primary. Collective.
 
     Args:
         folder: of the run, or of its checkpoints.
         ranks: of the job.
-        refusal: what is said where the folder cannot be made.
-        job: name of an elastic job: a rank of it that is lost takes the lock with it, if its host is gone or it is
-            stopped. The job's next primary puts a new lock in its place.
+        refusal: begins the error if the folder cannot be made.
+        job: name of an elastic job. A lost rank of it keeps the lock, if its host is gone or it is stopped: the job's
+            next primary puts a new lock in its place.
 
     Raises:
         CheckpointError: another job holds it, or the folder cannot be written; the same on every rank.
@@ -117,40 +157,6 @@ def locked(
         with contextlib.suppress(OSError):  # something is in it
             for path in made:
                 path.rmdir()
-
-
-def _locked(file: Path, job: str | None, *, takes_over: bool) -> int:
-    """Return the open lock file, once it is locked."""
-    while True:
-        try:
-            descriptor = open_locked(file)
-            break
-        except BlockingIOError:
-            holder = _holder(file)
-        if holder is None:
-            continue
-        if not takes_over or job is None or holder.get("job") != job:
-            raise CheckpointError(
-                f"One job at a time writes to a folder. Received: {file.parent}, to which {_named(holder)} still "
-                "writes. Wait for it, or name another folder."
-            )
-        file.unlink(missing_ok=True)
-    since = time.strftime("%Y-%m-%d %H:%M:%S")
-    holder = {"process": os.getpid(), "host": socket.gethostname(), "since": since, "job": job}
-    os.ftruncate(descriptor, 0)
-    os.write(descriptor, json.dumps(holder).encode())
-    return descriptor
-
-
-def _holder(file: Path) -> dict[str, Any] | None:
-    """Return the contents of a lock file, empty if they cannot be read; None if its holder has just removed it."""
-    try:
-        known = json.loads(file.read_text())
-    except FileNotFoundError:
-        return None
-    except ValueError:
-        return {}
-    return known if isinstance(known, dict) else {}
 
 
 def _named(holder: Mapping[str, Any]) -> str:

@@ -1,15 +1,12 @@
-"""The names of checkpoints in their folder, and which of them are complete."""
+"""Names of checkpoints in their folder: complete and replaced ones."""
 
-import os
 from pathlib import Path
 
-from hvdtrain.checkpoint import manifest
+from hvdtrain.checkpoint import index
 
 PREFIX = "step-"
 REPLACED = ".replaced"
-"""Ends the name of a checkpoint while another one of the same step takes its place."""
-DAMAGED = ".damaged"
-"""Ends the name of a checkpoint that was set aside; a number follows where there are several of one step."""
+"""Suffix of a checkpoint while another one of the same step takes its place."""
 
 
 def name_of(step: int) -> str:
@@ -23,18 +20,18 @@ def step_of(path: Path) -> int:
 
 
 def step_named(path: Path) -> int | None:
-    """Return the step that the name of a folder tells; None if it is not one of a checkpoint."""
+    """Return the step in the name of a folder; None if it is not named like a checkpoint."""
     number = path.name.removeprefix(PREFIX).removesuffix(REPLACED)
     return int(number) if path.name.startswith(PREFIX) and number.isdecimal() else None
 
 
 def complete(folder: Path) -> list[Path]:
     """Return the complete checkpoints in `folder`, the newest last."""
-    return [path for path in numbered(folder) if (path / manifest.NAME).is_file()]
+    return [path for path in numbered(folder) if (path / index.NAME).is_file()]
 
 
 def numbered(folder: Path) -> list[Path]:
-    """Return the folders in `folder` that have the name of a checkpoint, the newest last."""
+    """Return the folders in `folder` that are named like checkpoints, the newest last."""
     found = []
     for path in folder.glob(f"{PREFIX}*"):
         step = step_named(path)
@@ -43,24 +40,7 @@ def numbered(folder: Path) -> list[Path]:
     return [path for *_, path in sorted(found)]
 
 
-def set_aside(path: Path) -> Path:
-    """Give a damaged checkpoint a name by which it is no longer found, and return that.
-
-    Raises:
-        OSError: it cannot be renamed.
-    """
-    names = (f"{path.name}{DAMAGED}{number}" for number in ("", *range(2, 1000)))
-    aside = next(place for place in map(path.with_name, names) if not place.exists())
-    os.rename(path, aside)
-    return aside
-
-
-def damaged_ones(folder: Path) -> list[Path]:
-    """Return the checkpoints in `folder` that were set aside."""
-    return sorted(folder.glob(f"{PREFIX}*{DAMAGED}*"))
-
-
 def checkpoints_at(folder: Path) -> Path:
-    """Return the folder of checkpoints that is meant by `folder`: itself, or that of the run in it."""
+    """Return the folder of checkpoints at `folder`: itself, or that of the run in it."""
     of_run = folder / "checkpoints"
     return of_run if of_run.is_dir() and not numbered(folder) else folder

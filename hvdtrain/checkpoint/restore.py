@@ -1,63 +1,64 @@
-"""How the state comes back, on any number of ranks."""
+"""Restore the state from a checkpoint, on any number of ranks and in any layout."""
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.checkpoint import manifest
-from hvdtrain.checkpoint.agreement import TIMEOUT_S, Ranks, is_split, on_every_rank
-from hvdtrain.checkpoint.earlier_format import EarlierReader
-from hvdtrain.checkpoint.slices import SliceReader
+from hvdtrain.backends.protocol import Backend
+from hvdtrain.checkpoint.agreement import TIMEOUT_S, is_split, on_every_rank
+from hvdtrain.checkpoint.tensor_files import SliceReader
 from hvdtrain.config.errors import CheckpointError
 from hvdtrain.runtime.placement import whole_box
 from hvdtrain.state.named_tensors import NamedTensor, elements, spec_of, values_in
 from hvdtrain.state.train_state import EXTRA
 
-Reader = SliceReader | EarlierReader
+Kind = tuple[str, tuple[int, ...]]
+"""Dtype and global shape of a tensor."""
 
 
-def restore(
-    path: Path, tensors: Mapping[str, NamedTensor], ranks: Ranks, *, earlier_names: Sequence[str] = ()
-) -> dict[str, Any]:
-    """Load the checkpoint at `path` into `tensors`, and return its scalars; called on every rank.
+def restore(path: Path, tensors: Mapping[str, NamedTensor], ranks: Backend) -> dict[str, Any]:
+    """Load the checkpoint at `path` into `tensors` and return its scalars. Collective.
 
-    The primary reads what all hold alike, and the others receive it. A slice is read from the files by the rank that
-    holds it, or sent by the primary where a rank cannot see them, or sees another checkpoint of that name.
+    The primary reads the replicated tensors and broadcasts them. Each rank reads its slices of the others from the
+    files; where a rank cannot see them, or sees another checkpoint of that name, the primary sends full tensors.
 
     Args:
         path: the checkpoint's folder, as the primary sees it.
         tensors: the state, by path.
         ranks: those that hold it.
-        earlier_names: what a checkpoint of format 1 calls the tensors, in their order.
 
     Raises:
         CheckpointError: it is damaged, or was written for another model or optimizer; the paths are named.
     """
-    readers: list[Reader] = []
+    readers: list[SliceReader] = []
+    """One on the primary."""
 
     def open_it() -> dict[str, Any]:
         if not ranks.primary:
             return {}
-        readers.append(_reader(path, tensors, earlier_names))
+        readers.append(SliceReader(path))
         check_fit(path, readers[0], needed)
         return readers[0].scalars
 
     needed = _kinds_of_all(tensors, ranks) if is_split(ranks) else _kinds(tensors)
     scalars: dict[str, Any] = on_every_rank(ranks, open_it)[0]
-    if is_split(ranks):
-        _restore_parts(path, tensors=tensors, needed=needed, readers=readers, ranks=ranks)
-        return scalars
-    _restore_replicated(tensors, readers, ranks)
-    _restore_slices(path, tensors, readers, ranks)
+    sharded = dict(tensors)
+    if not is_split(ranks):
+        _restore_replicated({name: tensor for name, tensor in tensors.items() if tensor.replicated}, readers, ranks)
+        sharded = {name: tensor for name, tensor in tensors.items() if not tensor.replicated}
+        needed = _kinds(sharded)
+    if needed:
+        _restore_sharded(path, needed, tensors=sharded, readers=readers, ranks=ranks)
     return scalars
 
 
-def extras(path: Path, ranks: Ranks) -> dict[str, np.ndarray]:
-    """Return on every rank the tensors of the checkpoint at `path` that no state needs, by their path below `EXTRA`.
+def extras(path: Path, ranks: Backend) -> dict[str, np.ndarray]:
+    """Return the checkpoint's tensors that no state needs, by their path below `EXTRA`. Collective.
 
     Raises:
         CheckpointError: it is damaged.
@@ -65,7 +66,7 @@ def extras(path: Path, ranks: Ranks) -> dict[str, np.ndarray]:
     readers: list[SliceReader] = []
 
     def look() -> list[Any]:
-        if not ranks.primary or manifest.format_of(path) == 1:
+        if not ranks.primary:
             return []
         readers.append(SliceReader(path))
         found = readers[0].tensors.items()
@@ -85,97 +86,7 @@ def extras(path: Path, ranks: Ranks) -> dict[str, np.ndarray]:
     return {name.removeprefix(EXTRA): variable.numpy() for name, variable in sent.items()}
 
 
-def _restore_replicated(tensors: Mapping[str, NamedTensor], readers: list[Reader], ranks: Ranks) -> None:
-    replicated = {path: tensor for path, tensor in tensors.items() if tensor.replicated}
-
-    def read_all() -> None:
-        for reader in readers:
-            for path, tensor in replicated.items():
-                _assign(tensor, reader.read(path, tensor.global_shape, tensor.slice))
-
-    on_every_rank(ranks, read_all)
-    ranks.broadcast({path: tensor.value for path, tensor in replicated.items()})
-
-
-def _restore_parts(
-    path: Path, tensors: Mapping[str, NamedTensor], needed: Mapping[str, "Kind"], readers: list[Reader], ranks: Ranks
-) -> None:
-    """Let each process take its part of the model; `needed` is what all of them hold together."""
-    if _is_seen_by_all(path, mine := readers or _readers_of_what_is_seen(path), ranks):
-        on_every_rank(ranks, lambda: _read_slices(tensors, mine[0]))
-        return
-    for name, (dtype, shape) in needed.items():
-        _send_slices(
-            name,
-            sent=tf.Variable(tf.zeros(shape, dtype), trainable=False),
-            tensor=tensors.get(name),
-            readers=readers,
-            ranks=ranks,
-        )
-
-
-def _restore_slices(path: Path, tensors: Mapping[str, NamedTensor], readers: list[Reader], ranks: Ranks) -> None:
-    slices = {name: tensor for name, tensor in tensors.items() if not tensor.replicated}
-    if not slices:
-        return
-    if _is_seen_by_all(path, mine := readers or _readers_of_what_is_seen(path), ranks):
-        on_every_rank(ranks, lambda: _read_slices(slices, mine[0]))
-        return
-    for name, tensor in slices.items():
-        sent = tf.Variable(tf.zeros(tensor.global_shape, tensor.value.dtype), trainable=False)
-        _send_slices(name, sent=sent, tensor=tensor, readers=readers, ranks=ranks)
-
-
-def _is_seen_by_all(path: Path, mine: Sequence[Reader], ranks: Ranks) -> bool:
-    """Tell whether every rank sees the same checkpoint: a disk of its own may hold another one of that name."""
-    seen = on_every_rank(ranks, lambda: mine[0].checksum if mine else None)
-    return all(checksum is not None and checksum == seen[0] for checksum in seen)
-
-
-def _send_slices(name: str, sent: tf.Variable, tensor: NamedTensor | None, readers: list[Reader], ranks: Ranks) -> None:
-    """Let the primary send all of a tensor, of which every rank that holds some of it takes its slice."""
-    shape = tuple(sent.shape)
-
-    def read() -> None:
-        for reader in readers:
-            sent.assign(reader.read(name, shape, whole_box(shape)))
-
-    on_every_rank(ranks, read)
-    ranks.broadcast({f"restore/{name}": sent}, among="job")
-    if tensor is not None:
-        _assign(tensor, values_in(sent.numpy(), tensor.slice))
-
-
-def _read_slices(slices: Mapping[str, NamedTensor], reader: Reader) -> None:
-    for name, tensor in slices.items():
-        _assign(tensor, reader.read(name, tensor.global_shape, tensor.slice))
-
-
-def _readers_of_what_is_seen(path: Path) -> list[Reader]:
-    """Return a reader of the checkpoint, unless this rank cannot see it."""
-    try:
-        return [SliceReader(path)]
-    except CheckpointError:
-        return []
-
-
-def _assign(tensor: NamedTensor, array: np.ndarray) -> None:
-    """Give `tensor` these values, and zeros where it is longer than its slice; see `NamedTensor`."""
-    shape = tuple(tensor.value.shape)
-    if array.ndim != len(shape):
-        array = array.reshape(shape)
-    if array.shape != shape:
-        array = np.pad(array, [(0, have - need) for have, need in zip(shape, array.shape, strict=True)])
-    tensor.value.assign(array)
-
-
-def _reader(path: Path, tensors: Mapping[str, NamedTensor], earlier_names: Sequence[str]) -> Reader:
-    if manifest.format_of(path) == 1:
-        return EarlierReader(path, dict(zip(tensors, earlier_names, strict=False)))
-    return SliceReader(path)
-
-
-def check_fit(path: Path, reader: Reader, needed: Mapping[str, "Kind"]) -> None:
+def check_fit(path: Path, reader: SliceReader, needed: Mapping[str, Kind]) -> None:
     """Refuse a checkpoint whose tensors are not those that the state needs, by path.
 
     Raises:
@@ -198,21 +109,84 @@ def check_fit(path: Path, reader: Reader, needed: Mapping[str, "Kind"]) -> None:
         )
 
 
-Kind = tuple[str, tuple[int, ...]]
+def _restore_replicated(replicated: Mapping[str, NamedTensor], readers: list[SliceReader], ranks: Backend) -> None:
+    def read_all() -> None:
+        for reader in readers:
+            _read(replicated, reader)
+
+    on_every_rank(ranks, read_all)
+    ranks.broadcast({path: tensor.value for path, tensor in replicated.items()})
+
+
+def _restore_sharded(
+    path: Path,
+    needed: Mapping[str, Kind],
+    tensors: Mapping[str, NamedTensor],
+    readers: list[SliceReader],
+    ranks: Backend,
+) -> None:
+    """Read this rank's slices, or receive the full tensors if not all ranks see the same checkpoint.
+
+    Args:
+        path: the checkpoint's folder.
+        needed: the tensors of which any rank holds a slice, in the same order on each.
+        tensors: those that this rank holds.
+        readers: one on the primary.
+        ranks: those that hold the state.
+    """
+    mine = readers or _readers_of_what_is_seen(path)
+    seen = on_every_rank(ranks, lambda: mine[0].checksum if mine else None)
+    if seen[0] is not None and seen == seen[:1] * len(seen):  # a disk of its own may hold another one of that name
+        on_every_rank(ranks, lambda: _read(tensors, mine[0]))
+        return
+    for name, (dtype, shape) in needed.items():
+        sent = tf.Variable(tf.zeros(shape, dtype), trainable=False)
+        on_every_rank(ranks, partial(_read_full, name, sent, readers))
+        ranks.broadcast({f"restore/{name}": sent}, among="job")
+        if name in tensors:
+            _assign(tensors[name], values_in(sent.numpy(), tensors[name].slice))
+
+
+def _readers_of_what_is_seen(path: Path) -> list[SliceReader]:
+    """Return a reader of the checkpoint, unless this rank cannot see it."""
+    try:
+        return [SliceReader(path)]
+    except CheckpointError:
+        return []
+
+
+def _read(tensors: Mapping[str, NamedTensor], reader: SliceReader) -> None:
+    for name, tensor in tensors.items():
+        _assign(tensor, reader.read(name, tensor.global_shape, tensor.slice))
+
+
+def _read_full(name: str, sent: tf.Variable, readers: Sequence[SliceReader]) -> None:
+    for reader in readers:
+        sent.assign(reader.read(name, tuple(sent.shape), whole_box(sent.shape)))
+
+
+def _assign(tensor: NamedTensor, array: np.ndarray) -> None:
+    """Assign values, followed by zeros where the tensor is longer than its slice; see `NamedTensor`."""
+    shape = tuple(tensor.value.shape)
+    if array.ndim != len(shape):
+        array = array.reshape(shape)
+    if array.shape != shape:
+        array = np.pad(array, [(0, have - need) for have, need in zip(shape, array.shape, strict=True)])
+    tensor.value.assign(array)
 
 
 def _kinds(tensors: Mapping[str, NamedTensor]) -> dict[str, Kind]:
     return {name: (spec_of(name, tensor).dtype, tensor.global_shape) for name, tensor in tensors.items()}
 
 
-def _kinds_of_all(tensors: Mapping[str, NamedTensor], ranks: Ranks) -> dict[str, Kind]:
-    """Return what all processes hold together, in the same order on each."""
+def _kinds_of_all(tensors: Mapping[str, NamedTensor], ranks: Backend) -> dict[str, Kind]:
+    """Return the tensors that all processes hold together, in the same order on each."""
     everyone = ranks.gather_bytes(json.dumps(_kinds(tensors)).encode(), timeout=TIMEOUT_S)
     return {name: (kind[0], tuple(kind[1])) for text in everyone for name, kind in json.loads(text).items()}
 
 
 def _fits(saved: Kind | None, needed: Kind | None) -> bool:
-    """Tell whether one can be read as the other: alike, or one of them flat with as many elements."""
+    """Return whether one can be read as the other: they are equal, or one is the other flattened."""
     if saved is None or needed is None or saved == needed:
         return saved == needed
     flat = 1 in (len(saved[1]), len(needed[1]))

@@ -1,79 +1,92 @@
-"""Which checkpoint of a folder is meant: the newest good one, the best, or that of a step."""
+"""Select checkpoints in a folder: the newest good one, the best, that of a step, and those to keep."""
 
-from collections.abc import Callable
+import contextlib
+import os
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.checkpoint import manifest
-from hvdtrain.checkpoint.integrity import verify
-from hvdtrain.checkpoint.manifest import scalars_of
-from hvdtrain.checkpoint.naming import checkpoints_at, numbered, set_aside, step_of
+from hvdtrain.checkpoint import index
+from hvdtrain.checkpoint.commit import discard
+from hvdtrain.checkpoint.index import read_index
+from hvdtrain.checkpoint.naming import PREFIX, checkpoints_at, complete, numbered, step_of
+from hvdtrain.checkpoint.tensor_files import SliceReader
 from hvdtrain.config.errors import CheckpointError
 from hvdtrain.runtime.logs import LOGGER
 
-OnDamaged = Callable[[Path, CheckpointError], object]
-"""Called with a damaged checkpoint and what is wrong with it, before an older one is looked at."""
+_HOUR_S = 3600.0
+
+DAMAGED = ".damaged"
+"""Suffix of a damaged checkpoint that was set aside; a number follows if there are several of one step."""
 
 
-def pass_over(path: Path, error: CheckpointError) -> None:
-    """Warn of a damaged checkpoint, which stays where it is."""
-    _warn(f"{error} It is passed over.")
-
-
-def put_aside(path: Path, error: CheckpointError) -> None:
-    """Warn of a damaged checkpoint and set it aside, so that what is saved from now on does not meet it."""
-    try:
-        _warn(f"{error} It is set aside as {set_aside(path).name}.")
-    except OSError as cause:
-        _warn(f"{error} It is passed over; it cannot be set aside: {cause.strerror}.")
-
-
-def find_checkpoint(folder: Path, which: str = "newest", on_damaged: OnDamaged = pass_over) -> Path:
-    """Return a checkpoint in `folder` whose every byte is as it was written.
+def find_checkpoint(folder: Path, which: str = "newest") -> Path:
+    """Return a verified checkpoint in `folder`.
 
     Args:
         folder: the folder of checkpoints.
-        which: `newest`, where damaged ones do not count; `best`, by the metric that its training kept the best of; or
-            the number of a step.
-        on_damaged: called with each of those that do not count.
+        which: `newest`, passing over damaged ones; `best`, by the metric its training kept the best of; or the number
+            of a step.
 
     Raises:
-        CheckpointError: it is damaged or not there, or `which` is none of these; what is there is named.
+        CheckpointError: it is damaged or missing, or `which` is none of these; the steps in the folder are named.
     """
     if which == "newest":
-        found = newest_good(folder, on_damaged)
+        found = newest_good(folder)
         if found is None:
             raise CheckpointError(f"There is no complete checkpoint in {folder}.")
         return found
     path = _chosen(folder, which)
-    verify(path)
+    SliceReader(path).verify()
     return path
 
 
 def located(folder: Path, which: str) -> Path:
-    """Return the checkpoint that is meant by `folder` and `which`; see `hvdtrain.Trainer.restore`.
+    """Return the checkpoint `which` of a run or a folder of checkpoints, or `folder` if it is one.
 
     Raises:
         CheckpointError: it is not there.
     """
-    if (folder / manifest.NAME).is_file():
+    if (folder / index.NAME).is_file():
         if which != "newest":
             raise CheckpointError(f"{folder} is a single checkpoint: leave out which. Received: {which!r}.")
-        scalars_of(folder)  # restoring compares every tensor with its checksum
+        read_index(folder)  # restoring compares every tensor with its checksum
         return folder
     return find_checkpoint(checkpoints_at(folder), which)
 
 
-def newest_good(folder: Path, on_damaged: OnDamaged = pass_over) -> Path | None:
-    """Return the newest checkpoint in `folder` that is not damaged; None if there is none."""
+def newest_good(folder: Path, *, set_aside: bool = False) -> Path | None:
+    """Return the newest undamaged checkpoint in `folder`, or None; warn of damaged ones.
+
+    Args:
+        folder: the folder of checkpoints.
+        set_aside: rename the damaged ones, out of the way of new ones.
+    """
     for path in reversed(numbered(folder)):
         try:
-            verify(path)
+            SliceReader(path).verify()
         except CheckpointError as error:
-            on_damaged(path, error)
+            done = _set_aside(path) if set_aside else "passed over"
+            LOGGER.warning(f"{error} It is {done}.")
         else:
             return path
     return None
+
+
+def _set_aside(path: Path) -> str:
+    names = (f"{path.name}{DAMAGED}{number}" for number in ("", *range(2, 1000)))
+    aside = next(place for place in map(path.with_name, names) if not place.exists())
+    try:
+        os.rename(path, aside)
+    except OSError as error:
+        return f"passed over; it cannot be set aside: {error.strerror}"
+    return f"set aside as {aside.name}"
+
+
+def damaged_ones(folder: Path) -> list[Path]:
+    """Return the checkpoints in `folder` that were set aside."""
+    return sorted(folder.glob(f"{PREFIX}*{DAMAGED}*"))
 
 
 def _chosen(folder: Path, which: str) -> Path:
@@ -94,7 +107,7 @@ def _number(which: str) -> int:
 
 
 def _best_step(found: list[Path]) -> int:
-    """Return the step of the best checkpoint, which the newest one that can be read records."""
+    """Return the step of the best checkpoint, which the newest readable one records."""
     best = next(filter(None, map(_scalars, reversed(found))), {}).get("best")
     if best is None:
         raise CheckpointError(
@@ -106,7 +119,7 @@ def _best_step(found: list[Path]) -> int:
 
 def _scalars(path: Path) -> dict[str, Any]:
     try:
-        return scalars_of(path)
+        return dict(read_index(path).scalars)
     except CheckpointError:
         return {}
 
@@ -115,5 +128,41 @@ def _contents(found: list[Path]) -> str:
     return f"It holds the steps {', '.join(str(step) for step in dict.fromkeys(map(step_of, found)))}."
 
 
-def _warn(text: str) -> None:
-    LOGGER.warning(text)
+@dataclass(frozen=True)
+class Retention:
+    """The checkpoints to keep besides the best."""
+
+    keep: int | None = 3
+    """Number of the newest to keep; None keeps all."""
+    every_hours: float | None = None
+    """Also keep the first checkpoint, and each that is at least this many hours younger than the last one so kept."""
+
+    def superfluous(self, checkpoints: Sequence[Path]) -> list[Path]:
+        """Return the `checkpoints`, given with the newest last, that neither rule keeps."""
+        if self.keep is None:
+            return []
+        hourly = self._hourly(checkpoints)
+        return [path for path in checkpoints[: -self.keep] if path not in hourly]
+
+    def _hourly(self, checkpoints: Sequence[Path]) -> list[Path]:
+        if self.every_hours is None:
+            return []
+        kept: list[Path] = []
+        last = float("-inf")
+        for path in checkpoints:
+            try:
+                saved = read_index(path).saved_at
+            except CheckpointError:
+                continue
+            if saved - last >= self.every_hours * _HOUR_S:
+                kept.append(path)
+                last = saved
+        return kept
+
+
+def remove_old(folder: Path, spared: Collection[Path], retention: Retention) -> None:
+    """Remove the checkpoints that `retention` does not keep, except `spared` ones."""
+    for path in retention.superfluous(complete(folder)):
+        if path not in spared:
+            with contextlib.suppress(OSError):
+                discard(path)

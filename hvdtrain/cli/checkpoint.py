@@ -2,13 +2,14 @@
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.checkpoint.integrity import verify
-from hvdtrain.checkpoint.manifest import saved_at, scalars_of
-from hvdtrain.checkpoint.naming import checkpoints_at, damaged_ones, numbered
+from hvdtrain.checkpoint import index
+from hvdtrain.checkpoint.naming import checkpoints_at, numbered
+from hvdtrain.checkpoint.selection import damaged_ones
+from hvdtrain.checkpoint.tensor_files import SliceReader
 from hvdtrain.cli.parser import Parser, shows_help
 from hvdtrain.cli.running import run_command, run_here, run_on_all_ranks
 from hvdtrain.config.errors import CheckpointError, ConfigError, on_command_line
@@ -82,7 +83,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     found, damaged = _checkpoints(arguments.folder), 0
     for path in found:
         try:
-            verify(path)
+            SliceReader(path).verify()
             print(f"{path.name}  good", flush=True)
         except CheckpointError as error:
             damaged += 1
@@ -98,7 +99,7 @@ def _checkpoints(folder: Path) -> list[Path]:
         CheckpointError: there are none.
     """
     place = checkpoints_at(folder)
-    found = numbered(place) or ([place] if (place / "manifest.json").is_file() else [])
+    found = numbered(place) or ([place] if (place / index.NAME).is_file() else [])
     if not found:
         raise CheckpointError(
             f"There is no checkpoint in {folder}. Name the folder of a run, a folder of checkpoints, or one of them."
@@ -109,14 +110,15 @@ def _checkpoints(folder: Path) -> list[Path]:
 def _row(path: Path) -> list[str]:
     size = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
     try:
-        scalars, saved = scalars_of(path), saved_at(path)
+        found = index.read_index(path)
     except CheckpointError as error:
         return [path.name.removeprefix("step-").lstrip("0"), "", "", _bytes(size), on_command_line(error.message)]
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(saved))
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.saved_at))
+    scalars = found.scalars
     return [str(scalars.get("step", "")), str(scalars.get("epoch", "")), when, _bytes(size), _remark(scalars)]
 
 
-def _remark(scalars: dict[str, Any]) -> str:
+def _remark(scalars: Mapping[str, Any]) -> str:
     best = scalars.get("best") or {}
     if not best or best.get("step") != scalars.get("step"):
         return ""

@@ -135,7 +135,7 @@ def settle_processes(scalars: Scalars, data: TrainingData, processes: int, run: 
     """
     if not isinstance(getattr(data, "order", None), FileOrder):
         return
-    before, within = scalars.processes, scalars.place(data.steps_per_epoch)
+    before, within = scalars.processes, scalars.step_in_epoch
     if before not in (None, processes) and within:
         end = scalars.step - within + data.steps_per_epoch
         raise ConfigError(

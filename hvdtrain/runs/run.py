@@ -8,8 +8,8 @@ from hvdtrain.backends.protocol import Backend
 from hvdtrain.backends.select import backend_for
 from hvdtrain.checkpoint.background import BackgroundSaver
 from hvdtrain.checkpoint.checkpointer import Checkpointer
+from hvdtrain.checkpoint.index import read_index
 from hvdtrain.checkpoint.lock import FolderLock, locked
-from hvdtrain.checkpoint.manifest import scalars_of
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.observability import trace_config
 from hvdtrain.config.run import Config
@@ -177,7 +177,7 @@ def _resume(trainer: Trainer, newest: Path, identity: Identity, config: Config, 
     earlier = opened(path, "--resume")[1] if first else None
     if earlier is not None:
         # Before the tensors are looked at: other data may make another model.
-        check_samples(scalars_of(newest).get("data"), now=identity, config=config, earlier=earlier, run=path)
+        check_samples(read_index(newest).scalars.get("data"), now=identity, config=config, earlier=earlier, run=path)
     trainer.restore(newest)
     return stretched_schedule(config, earlier) if earlier is not None else None
 

@@ -47,11 +47,11 @@ class Scalars:
     """Completed optimizer steps, on any data."""
     epoch: int = 0
     """Completed passes over the data."""
-    step_in_epoch: int | None = 0
-    """Completed steps of the current epoch; None in older checkpoints: derived from `step`."""
+    step_in_epoch: int = 0
+    """Completed steps of the current epoch."""
     seed: int = 0
     data: Identity | None = None
-    """Fingerprint of the samples; None if unknown, as in older checkpoints."""
+    """Fingerprint of the samples; None if unknown."""
     processes: int | None = None
     """Number of processes that share the files of an epoch (--shard-by files), else None."""
     left_out: dict[str, str] = field(default_factory=dict)
@@ -67,19 +67,13 @@ class Scalars:
     recent_losses: list[float] = field(default_factory=list)
     """Losses of recent good steps, for spike detection (--spike-threshold)."""
 
-    def place(self, steps_per_epoch: int) -> int:
-        """Return the completed steps of the current epoch of `steps_per_epoch`."""
-        if self.step_in_epoch is None:
-            self.step_in_epoch = self.step - self.epoch * steps_per_epoch
-        return self.step_in_epoch
-
     def place_in_data(self, steps_per_epoch: int) -> int:
         """Return the completed steps of all epochs of `steps_per_epoch`."""
-        return self.epoch * steps_per_epoch + self.place(steps_per_epoch)
+        return self.epoch * steps_per_epoch + self.step_in_epoch
 
     def advance(self, steps_per_epoch: int) -> None:
         """Count one step."""
-        place = self.place(steps_per_epoch) + 1
+        place = self.step_in_epoch + 1
         self.step += 1
         self.epoch, self.step_in_epoch = self.epoch + place // steps_per_epoch, place % steps_per_epoch
 
@@ -97,11 +91,6 @@ class Scalars:
 
 
 def scalars_from(saved: Mapping[str, Any]) -> Scalars:
-    """Return the scalars of a checkpoint.
-
-    An older one may lack the position in the epoch, and duplicate the optimizer's loss scale.
-    """
-    values = {"step_in_epoch": None if saved.get("step") else 0, **saved}
-    values.pop("loss_scale", None)
-    progress, bad_steps = Progress(**values.get("progress", {})), BadSteps(**values.get("bad_steps", {}))
-    return Scalars(**{**values, "progress": progress, "bad_steps": bad_steps})
+    """Return the scalars of a checkpoint."""
+    progress, bad_steps = Progress(**saved.get("progress", {})), BadSteps(**saved.get("bad_steps", {}))
+    return Scalars(**{**saved, "progress": progress, "bad_steps": bad_steps})

@@ -29,13 +29,13 @@ from hvdtrain.state.named_tensors import (
 from hvdtrain.state.optimizers import replicated_slots
 from hvdtrain.state.scalars import Scalars, scalars_from
 from hvdtrain.state.structure import seed_states, structure_of
-from hvdtrain.state.variables import by_path, unwrap
+from hvdtrain.state.variables import unwrap
 
 """Ranks begin training together, but one may still compile a function that others have cached."""
 CALLS_PER_STEP = 4096
 """Calls of one dropout layer per step before its random numbers would repeat those of the next step."""
-MODEL, _OPTIMIZER = "model/", "optimizer/"
-"""Path prefixes of the model's weights and of the optimizer state."""
+MODEL = "model/"
+"""Path prefix of the model's weights."""
 EXTRA = "callbacks/"
 """Path prefix of optional checkpoint tensors."""
 _MASK = 0xFFFFFFFF
@@ -109,10 +109,6 @@ class TrainState:
     def specs(self) -> list[StateSpec]:
         """Return the spec of every tensor, in the order of `named_tensors`."""
         return [spec_of(path, tensor) for path, tensor in self.named_tensors().items()]
-
-    def earlier_names(self) -> list[str]:
-        """Return `named_tensors`' names in checkpoints of format 1, in order."""
-        return [*by_path(self.model.weights, MODEL), *by_path(self.optimizer.variables, _OPTIMIZER)]
 
     def compared_tensors(self) -> dict[str, NamedTensor]:
         """Return by path the tensors that must agree on all holders: all but statistics."""

@@ -39,22 +39,6 @@ def path_of(variable: Any) -> str:
     return str(path) if path else str(variable.name).split(":")[0]
 
 
-def by_path(variables: Iterable[Any], prefix: str = "") -> dict[str, tf.Variable]:
-    """Return the tf.Variables of `variables` by path.
-
-    Layers with the same user-given name give several variables one path; later ones get `#2`, `#3` … in the model's
-    order, the same on every rank.
-    """
-    named: dict[str, tf.Variable] = {}
-    for variable in variables:
-        tensor = unwrap(variable)
-        path, count = f"{prefix}{path_of(variable)}", 1
-        while (key := path if count == 1 else f"{path}#{count}") in named:
-            count += 1
-        named[key] = tensor
-    return named
-
-
 def own_attributes(thing: Any, bookkeeping: Collection[str]) -> Iterator[tuple[str, Any]]:
     """Yield a layer's or optimizer's attributes alphabetically, ignoring leading underscores."""
     # TensorFlow's own tracking begins with _self_.

@@ -134,7 +134,7 @@ class FitArguments:
 
     def plan(self, scalars: Scalars, steps_per_epoch: int) -> Plan:
         """Return the plan of the remaining training in state `scalars`."""
-        left = (self.epochs - scalars.epoch_of_training) * steps_per_epoch - scalars.place(steps_per_epoch)
+        left = (self.epochs - scalars.epoch_of_training) * steps_per_epoch - scalars.step_in_epoch
         steps = 0 if scalars.stopped else max(0, left)
         return Plan(
             scalars.step + steps,

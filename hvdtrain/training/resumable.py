@@ -6,14 +6,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from hvdtrain.checkpoint import manifest
+from hvdtrain.checkpoint import index
 from hvdtrain.checkpoint.agreement import on_every_rank
 from hvdtrain.checkpoint.background import BackgroundSaver
 from hvdtrain.checkpoint.checkpointer import Checkpointer
 from hvdtrain.checkpoint.lock import locked
 from hvdtrain.checkpoint.naming import checkpoints_at
 from hvdtrain.checkpoint.restore import extras, restore
-from hvdtrain.checkpoint.selection import located, newest_good, put_aside
+from hvdtrain.checkpoint.selection import located, newest_good
 from hvdtrain.config.checkpoint import Checkpoint
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.batch import Batch
@@ -121,7 +121,7 @@ class ResumableTrainer(TrainerCore):
             return
         path, self._pending = self._pending, None
         state = self.state
-        scalars = restore(path, state.named_tensors(), self.backend, earlier_names=state.earlier_names())
+        scalars = restore(path, state.named_tensors(), self.backend)
         state.restore(scalars)
         state.held_weights = extras(path, self.backend)
         self.rule.on_state_loaded()
@@ -209,6 +209,6 @@ def with_checkpoints(plan: Plan, checkpoint: Checkpoint | None) -> Plan:
 
 def _to_go_on_from(folder: Path) -> Path | None:
     """Return the newest good checkpoint in or at `folder`, or None."""
-    if (folder / manifest.NAME).is_file():
+    if (folder / index.NAME).is_file():
         return located(folder, "newest")
-    return newest_good(checkpoints_at(folder), put_aside)
+    return newest_good(checkpoints_at(folder), set_aside=True)

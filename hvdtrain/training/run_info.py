@@ -35,7 +35,7 @@ def run_info(backend: Backend, state: TrainState, options: StepOptions, data: Tr
         parameters=state.parameters(),
         start_step=state.scalars.step,
         begin_epoch=state.scalars.epoch + plan.epoch_offset,
-        begin_step=state.scalars.step - state.scalars.place(data.steps_per_epoch),
+        begin_step=state.scalars.step - state.scalars.step_in_epoch,
         accumulate=options.accumulate,
         learning_rate=_rate_of(state.optimizer),
         options=options.chosen(),

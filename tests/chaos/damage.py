@@ -11,13 +11,13 @@ def damage_newest(folder: Path, variant: int) -> str:
     found = complete(folder) if folder.is_dir() else []
     if not found:
         return ""
-    newest, ways = found[-1], [_truncate, _flip, _remove_data, _remove_manifest, _exchange]
+    newest, ways = found[-1], [_truncate, _flip, _remove_data, _remove_index, _exchange]
     ways[variant % len(ways)](newest, found)
     return newest.name
 
 
 def _data(checkpoint: Path) -> Path:
-    return next(path for path in sorted(checkpoint.iterdir()) if path.suffix == ".bin")
+    return next(path for path in sorted(checkpoint.iterdir()) if path.suffix == ".safetensors")
 
 
 def _truncate(newest: Path, found: list[Path]) -> None:
@@ -35,8 +35,8 @@ def _remove_data(newest: Path, found: list[Path]) -> None:
     _data(newest).unlink()
 
 
-def _remove_manifest(newest: Path, found: list[Path]) -> None:
-    (newest / "manifest.json").unlink()
+def _remove_index(newest: Path, found: list[Path]) -> None:
+    (newest / "index.json").unlink()
 
 
 def _exchange(newest: Path, found: list[Path]) -> None:

@@ -65,14 +65,14 @@ def test_list_shows_what_is_there(home):
 def test_verify_names_what_is_damaged(home):
     good = checkpoint(home, "verify", "own")
     assert (good.code, good.out.splitlines()[-1]) == (0, "2 of 2 checkpoints are good")
-    file = home / "own" / "step-00000008" / "tensors-00000.bin"
+    file = home / "own" / "step-00000008" / "tensors-00000.safetensors"
     content = file.read_bytes()
     file.write_bytes(content[:-1] + b"?")
     damaged = checkpoint(home, "verify", "own")
     file.write_bytes(content)
     assert damaged.code == 1
     assert "step-00000004  good" in damaged.out
-    assert re.search(r"step-00000008  The checkpoint .* is damaged: in tensors-00000.bin the bytes of", damaged.out)
+    assert re.search(rf"step-00000008  The checkpoint .* is damaged: in {file.name} the bytes of", damaged.out)
 
 
 def test_a_folder_without_checkpoints_is_refused(home):

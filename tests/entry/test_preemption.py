@@ -116,11 +116,11 @@ def test_a_run_that_is_preempted_twice_and_damaged_ends_as_one_at_a_stretch(tmp_
         assert complete(tmp_path / "run" / "checkpoints")[-1].name == f"step-{steps[-1]:08d}"
         assert f"{signal.Signals(number).name}: all ranks stop" in text
     assert steps[1] > steps[0]
-    newest = tmp_path / "run" / "checkpoints" / f"step-{steps[1]:08d}" / "tensors-00000.bin"
+    newest = tmp_path / "run" / "checkpoints" / f"step-{steps[1]:08d}" / "tensors-00000.safetensors"
     newest.write_bytes(newest.read_bytes()[:-9])
     last = hvdtrain("mpirun", 2, *WORDS, "--epochs", "20", cwd=tmp_path)
     assert last.code == 0, last.text[-3000:]
-    assert f"step-{steps[1]:08d} is damaged: tensors-00000.bin does not have its recorded size" in last.err
+    assert f"step-{steps[1]:08d} is damaged: tensors-00000.safetensors does not have its recorded size" in last.err
     assert hash_of(tmp_path / "run") == hash_of(tmp_path / "whole"), "the same to the last bit"
 
 

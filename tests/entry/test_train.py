@@ -172,7 +172,7 @@ def test_a_resumed_run_ends_like_one_at_a_stretch(runs, tmp_path):
     kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert kept == ["step-00000010", "step-00000020", "step-00000030"]
     # The disk was full, or the job was killed, while the newest was written: the one before it counts.
-    (tmp_path / "run" / "checkpoints" / "step-00000030" / "manifest.json").unlink()
+    (tmp_path / "run" / "checkpoints" / "step-00000030" / "index.json").unlink()
     second = hvdtrain("mpirun", 2, "--resume", "run", "--max-steps", "46", cwd=tmp_path)
     assert second.code == 0, second.text[-4000:]
     summary = summary_of(tmp_path / "run")

@@ -44,10 +44,10 @@ def test_a_run_with_slices_says_so_and_is_the_plain_run(sharded, run, options, s
 def test_a_checkpoint_holds_the_slices_of_all_ranks(sharded, run, tensors):
     folder, _ = sharded
     newest = sorted((folder / run / "checkpoints").iterdir())[-1]
-    manifest = json.loads((newest / "manifest.json").read_text())
+    manifest = json.loads((newest / "index.json").read_text())
     text = json.dumps(manifest)
     assert text.count(tensors) >= 2
-    assert len({path.name for path in newest.iterdir()} - {"manifest.json"}) >= 2, "one file for each rank"
+    assert len({path.name for path in newest.iterdir()} - {"index.json"}) >= 2, "one file for each rank"
 
 
 def test_any_number_of_ranks_goes_on_with_the_slices_in_any_stage(sharded, tmp_path):

@@ -88,7 +88,7 @@ class Place:
     def state(self, run: str) -> tuple[str, str]:
         """Return the name of the last checkpoint, and the hash of all its tensors."""
         last = max((self.folder / run / "checkpoints").glob("step-*"))
-        tensors = b"".join(file.read_bytes() for file in sorted(last.glob("tensors-*.bin")))
+        tensors = b"".join(file.read_bytes() for file in sorted(last.glob("tensors-*.safetensors")))
         return last.name, hashlib.sha256(tensors).hexdigest()
 
 

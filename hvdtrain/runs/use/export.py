@@ -12,7 +12,7 @@ import numpy as np
 
 from hvdtrain.backends.select import backend_for
 from hvdtrain.checkpoint.selection import located
-from hvdtrain.checkpoint.slices import SliceReader
+from hvdtrain.checkpoint.tensor_files import SliceReader
 from hvdtrain.compat.keras import flatten_layers
 from hvdtrain.config.errors import CheckpointError, ConfigError
 from hvdtrain.config.user_code import load_function

@@ -153,7 +153,7 @@ class TrainingLoop:
     def _next(self) -> StepEnd:
         """Return the next step's position in the run."""
         scalars, steps_per_epoch = self._state.scalars, self._data.steps_per_epoch
-        number, place = scalars.step + 1, scalars.place(steps_per_epoch)
+        number, place = scalars.step + 1, scalars.step_in_epoch
         last = number == self._total
         ends_epoch = last or place + 1 == steps_per_epoch
         stops = self._stopping is not None and self._stopping.begin(number)

@@ -76,7 +76,6 @@ class TrainingReport:
     def result(
         self,
         scalars: Scalars,
-        steps_per_epoch: int,
         *,
         wall_seconds: float,
         history: Any = None,
@@ -91,7 +90,7 @@ class TrainingReport:
         counts = {"non_finite": bad.non_finite, "spikes": bad.spikes, "rollbacks": bad.rollbacks}
         return FitResult(
             steps=scalars.step,
-            epochs=scalars.epoch + (scalars.place(steps_per_epoch) > 0),
+            epochs=scalars.epoch + (scalars.step_in_epoch > 0),
             train_loss=self._epoch_loss,
             evaluations=self._evaluations,
             samples_per_second=self._clock.steady_samples_per_second(),

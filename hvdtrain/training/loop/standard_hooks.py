@@ -70,7 +70,7 @@ class StandardTraining:
         self._state = state
         self._rule = rule
         scalars = state.scalars
-        steps_left = plan.total_steps - scalars.step + scalars.place(data.steps_per_epoch)
+        steps_left = plan.total_steps - scalars.step + scalars.step_in_epoch
         self._callbacks = callbacks_of_all(
             callbacks,
             state.model,
@@ -85,7 +85,6 @@ class StandardTraining:
         self._activity = activity_of_rank()
         begin_best(plan.best, scalars, factory.metric_names(), validated=validation is not None)
         self._step = factory.train_step(state, rule, data.batch, epoch_metrics=True)
-        self._steps_per_epoch = data.steps_per_epoch
         self._actions = actions
         self._observers = observers
         self._validation = validation
@@ -182,7 +181,6 @@ class StandardTraining:
         history = None if self._callbacks is None else self._callbacks.history
         return self._report.result(
             self._state.scalars,
-            self._steps_per_epoch,
             wall_seconds=wall_seconds,
             history=history,
             guarded=self._rule.guard is not None,

@@ -146,7 +146,7 @@ def check_slices_are_saved_by_all_and_restored_by_any_number(world: World) -> No
     files = Checkpointer(world.folder / "slices", backend=world.backend)
     path = files.save(3, slices_of(world.rank, world.size, filled=True), {"step": 3})
     if world.rank == 0:
-        manifest = json.loads((path / "manifest.json").read_text())
+        manifest = json.loads((path / "index.json").read_text())
         assert len(manifest["files"]) == world.size
     restored = slices_of(world.rank, world.size, filled=False)
     assert restore(files.find(), restored, world.backend) == {"step": 3}
@@ -189,7 +189,7 @@ def check_all_ranks_go_on_from_the_newest_good_checkpoint(world: World) -> None:
         files.save(step, slices_of(world.rank, world.size, filled=True), {"step": step})
     if world.rank == 0:
         # The slice of the last rank, which the primary would not have to read.
-        file = world.folder / "damaged" / "step-00000002" / f"tensors-{world.size - 1:05d}.bin"
+        file = world.folder / "damaged" / "step-00000002" / f"tensors-{world.size - 1:05d}.safetensors"
         file.write_bytes(file.read_bytes()[:-1] + b"?")
     path = files.find_to_go_on()
     assert path is not None

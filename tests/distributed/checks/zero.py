@@ -196,7 +196,7 @@ def check_each_rank_saves_its_slices_of_the_parameters(world: World) -> None:
     assert len(slices) == 2
     kernels = [layer.kernel._value.numpy() for layer in trainer.model.layers[:2]]
     assert all(kernel.size == 0 for kernel in kernels), "the whole parameters are still in memory"
-    files = sorted(path.name for path in (world.folder / "parameters").glob("step-*/*") if path.name != "manifest.json")
+    files = sorted(path.name for path in (world.folder / "parameters").glob("step-*/*") if path.name != "index.json")
     assert len(files) >= world.size, files
 
 

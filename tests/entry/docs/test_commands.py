@@ -134,7 +134,8 @@ def test_after_training_from_its_top_to_its_bottom(tmp_path):
     printed = follow(FOLLOWED[1], tmp_path)
     assert "val_accuracy" in printed["horovodrun -np 2 python -m hvdtrain evaluate run"]
     assert "epoch 3/3" in printed["python -m hvdtrain --resume run --epochs 3"]
-    used, loaded = (out for place, out in printed.items() if place.startswith("docs/"))
+    read, used, loaded = (out for place, out in printed.items() if place.startswith("docs/"))
+    assert read == "(3, 3, 32, 64) float32\n"
     accuracy = float(loaded.split()[-1])
     assert accuracy > 0.8
     assert used.endswith(f"accuracy {accuracy:.3f} of 10 classes, 0 to 9\n")

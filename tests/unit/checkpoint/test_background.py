@@ -12,14 +12,14 @@ import tensorflow as tf
 
 import hvdtrain
 from hvdtrain.backends.single import NoOpCollectives
-from hvdtrain.checkpoint import background
-from hvdtrain.checkpoint import checkpointer as checkpointing
+from hvdtrain.checkpoint import background, pending
 from hvdtrain.checkpoint.background import BackgroundSaver
 from hvdtrain.checkpoint.checkpointer import Checkpointer
 from hvdtrain.checkpoint.naming import complete
 from hvdtrain.checkpoint.restore import restore
 from hvdtrain.config.errors import CheckpointError
 from hvdtrain.runtime.control.open import LocalChannel
+from hvdtrain.state.named_tensors import NamedTensor
 from hvdtrain.state.scalars import Scalars
 from tests.unit.threaded_ranks import as_ranks
 
@@ -31,7 +31,7 @@ class State:
         self.scalars = Scalars()
         self.variable = tf.Variable(tf.zeros([4]))
         box = (slice(4 * rank, 4 * rank + 4),)
-        self.tensors = {"model/v": checkpointing.NamedTensor(self.variable, (4 * size,), box, size == 1)}
+        self.tensors = {"model/v": NamedTensor(self.variable, (4 * size,), box, size == 1)}
 
     def saved_tensors(self):
         return self.tensors
@@ -46,13 +46,13 @@ class Gate:
 
     def __init__(self, monkeypatch):
         self.open = threading.Event()
-        write = checkpointing.write_tensors
+        write = pending.write_tensors
 
         def gated(*arguments):
             assert self.open.wait(20)
             return write(*arguments)
 
-        monkeypatch.setattr(checkpointing, "write_tensors", gated)
+        monkeypatch.setattr(pending, "write_tensors", gated)
 
 
 def values(path, state):
@@ -142,19 +142,19 @@ def test_ranks_agree_past_the_exchange_of_the_training(tmp_path, monkeypatch):
     assert as_ranks(3, body) == [0, 1, 2]
     whole = State()
     whole.variable = tf.Variable(tf.zeros([12]))
-    whole.tensors = {"model/v": checkpointing.NamedTensor(whole.variable, (12,), (slice(0, 12),), True)}
+    whole.tensors = {"model/v": NamedTensor(whole.variable, (12,), (slice(0, 12),), True)}
     assert [values(path, whole) for path in complete(tmp_path)] == [{1.0}, {2.0}, {3.0}]
 
 
 def test_a_slice_that_cannot_be_written_fails_the_checkpoint_on_all_ranks(tmp_path, monkeypatch):
-    write = checkpointing.write_tensors
+    write = pending.write_tensors
 
     def failing(file, owned):
-        if file.name == "tensors-00001.bin":
+        if file.name == "tensors-00001.safetensors":
             raise OSError(28, "No space left on device")
         return write(file, owned)
 
-    monkeypatch.setattr(checkpointing, "write_tensors", failing)
+    monkeypatch.setattr(pending, "write_tensors", failing)
 
     def body(channel):
         saver = BackgroundSaver(Checkpointer(tmp_path, backend=Ranks(channel)), channel)
@@ -204,8 +204,8 @@ def test_the_wait_for_other_ranks_is_bounded_by_the_clock(tmp_path, monkeypatch)
     board = SlowBoard()
     monkeypatch.setattr(background, "time", SimpleNamespace(monotonic=lambda: board.seconds))
     monkeypatch.setattr(background, "TIMEOUT_S", 10.0)
-    unwritten = Checkpointer(tmp_path).copy(1, State().tensors, {})
-    writing = background._Writing(unwritten, board)
+    copied = Checkpointer(tmp_path).copy(1, State().tensors, {})
+    writing = background._Writing(copied, board)
     with pytest.raises(CheckpointError, match="other ranks have not written theirs"):
         writing.result()
     assert board.reads == 10

@@ -1,31 +1,30 @@
 import hashlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
+import numpy as np
 import pytest
+import safetensors.numpy
 
 from hvdtrain.config.errors import CheckpointError
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
-import keras  # noqa: E402
 
 from hvdtrain.backends.single import NoOpCollectives  # noqa: E402
-from hvdtrain.checkpoint import checkpointer as checkpointing  # noqa: E402
+from hvdtrain.checkpoint import index as indexes  # noqa: E402
+from hvdtrain.checkpoint import pending  # noqa: E402
 from hvdtrain.checkpoint.checkpointer import Checkpointer  # noqa: E402
-from hvdtrain.checkpoint.drafts import Draft  # noqa: E402
-from hvdtrain.checkpoint.manifest import scalars_of  # noqa: E402
+from hvdtrain.checkpoint.pending import PendingCheckpoint  # noqa: E402
 from hvdtrain.checkpoint.restore import restore as restored  # noqa: E402
-from hvdtrain.optim.precision import LossScaleOptimizer  # noqa: E402
+from hvdtrain.checkpoint.tensor_files import SliceReader  # noqa: E402
+from hvdtrain.runtime.placement import whole_box  # noqa: E402
 from hvdtrain.state.named_tensors import replicated_tensor  # noqa: E402
-from hvdtrain.state.train_state import TrainState  # noqa: E402
 
-SCALARS = {"step": 3, "epoch": 1, "seed": 0, "loss_scale": 1.0}
+SCALARS = {"step": 3, "epoch": 1, "seed": 0}
 
 
 def restore(path, of):
@@ -110,7 +109,7 @@ def test_fewer_than_are_kept_all_stay(folder):
 
 def test_what_somebody_else_put_there_stays_and_is_not_restored(folder, saved):
     (folder / "step-00000003-copy").mkdir()
-    (folder / "step-00000003-copy" / "manifest.json").write_text("{}")
+    (folder / "step-00000003-copy" / "index.json").write_text("{}")
     (folder / "step-00000009").write_text("a file")
     (folder / "notes.txt").write_text("mine")
     checkpointer = Checkpointer(folder, keep=1)
@@ -134,7 +133,7 @@ def test_there_must_be_a_checkpoint(folder):
     with pytest.raises(CheckpointError, match=f"There is no complete checkpoint in {folder}"):
         Checkpointer(folder).find()
     folder.mkdir()
-    (folder / "step-00000001").mkdir()  # no manifest in it
+    (folder / "step-00000001").mkdir()  # no index in it
     with pytest.raises(CheckpointError, match="There is no complete checkpoint"):
         Checkpointer(folder).find()
 
@@ -146,31 +145,33 @@ def flip(file, place):
 
 
 def damage(saved, kind):
-    manifest, data = saved / "manifest.json", saved / "tensors-00000.bin"
-    text = json.loads(manifest.read_text())
+    index, data = saved / "index.json", saved / "tensors-00000.safetensors"
+    text = json.loads(index.read_text())
     if kind == "truncated":
         data.write_bytes(data.read_bytes()[:-1])
     elif kind == "longer":
         data.write_bytes(data.read_bytes() + b"\0")
     elif kind == "a bit flipped":
+        flip(data, -20)
+    elif kind == "a bit of the header flipped":
         flip(data, 20)
     elif kind == "no tensors":
         data.unlink()
     elif kind == "a bit of a count flipped":
-        manifest.write_text(manifest.read_text().replace('"step": 3', '"step": 4'))
-    elif kind == "no manifest":
-        manifest.unlink()
-    elif kind == "empty manifest":
-        manifest.write_bytes(b"")
-    elif kind == "half a manifest":
-        manifest.write_text(manifest.read_text()[:50])
-    elif kind == "binary manifest":
-        manifest.write_bytes(b"\xff\x00")
-    elif kind == "a list as manifest":
-        manifest.write_text("[]")
+        index.write_text(index.read_text().replace('"step": 3', '"step": 4'))
+    elif kind == "no index":
+        index.unlink()
+    elif kind == "empty index":
+        index.write_bytes(b"")
+    elif kind == "half an index":
+        index.write_text(index.read_text()[:50])
+    elif kind == "binary index":
+        index.write_bytes(b"\xff\x00")
+    elif kind == "a list as index":
+        index.write_text("[]")
     else:
-        del text[kind.removeprefix("manifest without ")]
-        manifest.write_text(json.dumps(text))
+        del text[kind.removeprefix("index without ")]
+        index.write_text(json.dumps(text))
 
 
 @pytest.mark.parametrize(
@@ -179,17 +180,18 @@ def damage(saved, kind):
         "truncated",
         "longer",
         "a bit flipped",
+        "a bit of the header flipped",
         "no tensors",
         "a bit of a count flipped",
-        "no manifest",
-        "empty manifest",
-        "half a manifest",
-        "binary manifest",
-        "a list as manifest",
-        "manifest without format",
-        "manifest without files",
-        "manifest without tensors",
-        "manifest without scalars",
+        "no index",
+        "empty index",
+        "half an index",
+        "binary index",
+        "a list as index",
+        "index without format",
+        "index without files",
+        "index without tensors",
+        "index without scalars",
     ],
 )
 def test_a_damaged_checkpoint_is_refused_by_name(saved, kind):
@@ -199,8 +201,8 @@ def test_a_damaged_checkpoint_is_refused_by_name(saved, kind):
 
 
 def test_a_checkpoint_of_another_format_is_refused(saved):
-    manifest = json.loads((saved / "manifest.json").read_text())
-    (saved / "manifest.json").write_text(json.dumps({**manifest, "format": 99}))
+    index = json.loads((saved / "index.json").read_text())
+    (saved / "index.json").write_text(json.dumps({**index, "format": 99}))
     with pytest.raises(CheckpointError, match=f"{saved} has format 99"):
         restore(saved, variables())
 
@@ -266,7 +268,7 @@ def test_tensorflows_own_errors_are_told_as_well(folder, monkeypatch):
     def fail(*args, **more):
         raise tf.errors.ResourceExhaustedError(None, None, "a server is gone")
 
-    monkeypatch.setattr(checkpointing, "write_tensors", fail)
+    monkeypatch.setattr(pending, "write_tensors", fail)
     with pytest.raises(CheckpointError, match=r"step-00000004 cannot be written: .*a server is gone"):
         Checkpointer(folder).save(4, named(variables()), {})
     assert names(folder) == []
@@ -275,19 +277,20 @@ def test_tensorflows_own_errors_are_told_as_well(folder, monkeypatch):
 def test_the_leavings_of_killed_writers_are_cleared_away(folder):
     left = folder / f".step-00000004.{os.getpid()}"
     left.mkdir(parents=True)
-    (left / "tensors-00000.bin").write_text("half")
+    (left / "tensors-00000.safetensors").write_text("half")
     saved = Checkpointer(folder).save(4, named(variables(7.0)), {})
     assert names(folder) == [saved.name]
-    assert sorted(json.loads((saved / "manifest.json").read_text())["files"]) == names(saved)[1:]
+    assert names(saved) == ["index.json", *json.loads((saved / "index.json").read_text())["files"]]
 
 
 def test_a_draft_that_somebody_writes_is_not_cleared_away(folder):
-    draft = Draft(folder, "step-00000004")
-    (draft.path / "tensors-00000.bin").write_text("half")
+    draft = PendingCheckpoint(final=folder / "step-00000004", rank=0)
+    draft.create()
+    (draft.path / "tensors-00000.safetensors").write_text("half")
     Checkpointer(folder, keep=1).save(5, named(variables()), {})
     assert names(folder) == [draft.path.name, f"{draft.path.name}.lock", "step-00000005"]
-    assert names(draft.path) == ["tensors-00000.bin"]
-    draft.close()
+    assert names(draft.path) == ["tensors-00000.safetensors"]
+    draft._lock.release()  # as the system does for a process that is gone
     Checkpointer(folder, keep=1).save(6, named(variables()), {})
     assert names(folder) == ["step-00000006"]
 
@@ -296,7 +299,12 @@ def test_a_failure_keeps_the_only_checkpoint(folder, saved, monkeypatch):
     def fail(*args, **more):
         raise OSError(28, "No space left on device")
 
-    for module, call in ((checkpointing, "write_tensors"), (checkpointing, "commit"), (os, "rename"), (os, "fsync")):
+    for module, call in (
+        (pending, "write_tensors"),
+        (pending, "commit"),
+        (os, "rename"),
+        (os, "fsync"),
+    ):
         for step in (3, 4):
             with monkeypatch.context() as patch:
                 patch.setattr(module, call, fail)
@@ -337,23 +345,79 @@ def test_all_kinds_of_tensors_come_back_bit_by_bit(folder):
         assert fresh[name].numpy().tobytes() == tensor.numpy().tobytes(), name
 
 
+class Held:
+    """Values of a dtype for which TensorFlow has no kernels on a CPU."""
+
+    def __init__(self, array):
+        self._array, self.dtype, self.shape = array, array.dtype, array.shape
+
+    def numpy(self):
+        return self._array
+
+
+BITS = np.random.default_rng(0).integers(0, 256, 24 * 16, np.uint8)
+
+
+@pytest.mark.parametrize("dtype", sorted(indexes._DTYPES))
+def test_every_dtype_of_numbers_comes_back_bit_by_bit(folder, dtype):
+    kind = indexes.numpy_dtype(dtype)
+    bits = BITS % 2 if dtype == "bool" else BITS
+    flat = bits.view(kind)[:24]
+    arrays = {"v": flat.reshape(2, 3, 4), "scalar": flat[:1].reshape(()), "empty": flat[:0].reshape(0, 3)}
+    path = Checkpointer(folder).save(1, named({name: Held(array) for name, array in arrays.items()}), {})
+    reader = SliceReader(path)
+    for name, array in arrays.items():
+        found = reader.read(name, array.shape, whole_box(array.shape))
+        assert (found.dtype, found.shape, found.tobytes()) == (kind, array.shape, array.tobytes())
+    part = reader.read("v", (2, 3, 4), (slice(1, 2), slice(0, 3), slice(1, 3)))
+    assert part.tobytes() == arrays["v"][1:2, :, 1:3].tobytes()
+    with safetensors.safe_open(path / "tensors-00000.safetensors", framework="np") as file:
+        stored = file.get_tensor("v")
+        assert stored.dtype == kind or (stored.dtype == np.uint8 and file.metadata()["v"] == dtype)
+        assert stored.tobytes() == arrays["v"].tobytes()
+
+
+def test_tensors_of_strings_are_refused_by_name(folder):
+    with pytest.raises(CheckpointError, match=r"checkpoints hold numbers\. Received: model/words of dtype string\."):
+        Checkpointer(folder).save(1, named({"model/words": tf.Variable(["a", "b"])}), {})
+    assert names(folder) == []
+
+
+def test_two_tensors_of_one_name_are_refused(folder):
+    tensors = {"v[0:2]": replicated_tensor(tf.Variable([1.0])), "v": replicated_tensor(tf.Variable([1.0, 2.0]))}
+    tensors["v"] = tensors["v"]._replace(global_shape=(3,))
+    with pytest.raises(CheckpointError, match=r"two of its tensors are called v\[0:2\]\."):
+        Checkpointer(folder).save(1, tensors, {})
+
+
+def test_a_file_is_what_safetensors_would_write(folder):
+    tensors = {"a": tf.Variable([1.0, 2.0]), "b": tf.Variable([[3.0]]), "c": tf.Variable([True])}
+    path = Checkpointer(folder).save(1, named(tensors), {})
+    values = {name: variable.numpy() for name, variable in tensors.items()}
+    ours, theirs = (path / "tensors-00000.safetensors").read_bytes(), safetensors.numpy.save(values, metadata={})
+    headers = [int.from_bytes(data[:8], "little") for data in (ours, theirs)]
+    assert json.loads(ours[8 : 8 + headers[0]]) == json.loads(theirs[8 : 8 + headers[1]])
+    assert ours[8 + headers[0] :] == theirs[8 + headers[1] :]
+    assert headers[0] % 8 == 0, "tensors are aligned in the file"
+
+
 def test_the_damaged_tensor_is_named(saved):
-    data = saved / "tensors-00000.bin"
+    data = saved / "tensors-00000.safetensors"
     content = data.read_bytes()
     data.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    with pytest.raises(CheckpointError, match=r"in tensors-00000\.bin the bytes of model/half are not those"):
+    with pytest.raises(CheckpointError, match=r"in tensors-00000\.safetensors the bytes of model/half are not those"):
         restore(saved, variables())
 
 
-def test_the_manifest_has_shapes_slices_and_checksums(saved):
-    content = json.loads((saved / "manifest.json").read_text())
+def test_the_index_has_shapes_slices_and_checksums(saved):
+    content = json.loads((saved / "index.json").read_text())
     kernel = content["tensors"]["model/dense/kernel"]
     assert (kernel["dtype"], kernel["global_shape"]) == ("float32", [4, 3])
     (part,) = kernel["slices"]
-    assert part["bounds"] == [[0, 4], [0, 3]]
-    raw = (saved / part["file"]).read_bytes()[part["offset"] : part["offset"] + 48]
-    assert hashlib.sha256(raw).hexdigest() == part["sha256"]
-    assert content["files"] == {"tensors-00000.bin": (saved / "tensors-00000.bin").stat().st_size}
+    assert (part["bounds"], part["name"]) == ([[0, 4], [0, 3]], "model/dense/kernel")
+    with safetensors.safe_open(saved / part["file"], framework="np") as file:
+        assert hashlib.sha256(file.get_tensor(part["name"]).tobytes()).hexdigest() == part["sha256"]
+    assert content["files"] == {"tensors-00000.safetensors": (saved / "tensors-00000.safetensors").stat().st_size}
 
 
 @pytest.mark.parametrize(("stored", "needed"), [([24], [2, 3, 4]), ([2, 3, 4], [24]), ([1], []), ([], [1])])
@@ -365,56 +429,20 @@ def test_a_flat_tensor_is_restored_in_its_shape_and_the_other_way_round(folder, 
     assert fresh["v"].numpy().reshape(-1).tolist() == list(range(count))
 
 
-# -- checkpoints of format 1 --
-
-FORMAT_1 = Path(__file__).parent / "checkpoint_format_1"
-"""Of `model_of_format_1`, with tensor i full of the number i, by the version that wrote that format."""
-
-
-def model_of_format_1(*more):
-    layers = [keras.layers.Dense(2), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)]
-    model = keras.Sequential([keras.Input((3,)), *layers, keras.layers.Dense(1), *more])
-    return TrainState(model, LossScaleOptimizer(keras.optimizers.Adam(0.01)), 0)
-
-
-def test_a_checkpoint_of_format_1_is_restored_whatever_keras_calls_the_layers():
-    state = model_of_format_1()
-    scalars = restored(FORMAT_1, state.named_tensors(), NoOpCollectives(), earlier_names=state.earlier_names())
-    for place, tensor in enumerate(state.named_tensors().values()):
-        assert (tensor.value.numpy() == place).all()
-    state.restore(scalars)
-    assert (state.scalars.step, state.scalars.epoch, state.scalars.seed) == (5, 1, 7)
-    # Where in the epoch that was, only the data can tell.
-    assert state.scalars.step_in_epoch is None
-    assert state.scalars.place(4) == 1
-    assert scalars_of(FORMAT_1)["step"] == 5
-
-
-def test_a_checkpoint_of_format_1_of_another_model_is_refused(tmp_path):
-    state = model_of_format_1(keras.layers.Dense(1))
-    with pytest.raises(CheckpointError, match="is of another model or optimizer: "):
-        restored(FORMAT_1, state.named_tensors(), NoOpCollectives(), earlier_names=state.earlier_names())
-    shutil.copytree(FORMAT_1, tmp_path / "copy")
-    flip(tmp_path / "copy" / "tensors.data-00000-of-00001", 20)
-    state = model_of_format_1()
-    with pytest.raises(CheckpointError, match=f"The checkpoint {tmp_path / 'copy'} is damaged"):
-        restored(tmp_path / "copy", state.named_tensors(), NoOpCollectives(), earlier_names=state.earlier_names())
-
-
 # -- writers that are killed --
 
 KILLED_WRITERS = """
 import os, pathlib, shutil, signal, sys
 import tensorflow as tf
 from hvdtrain.checkpoint import checkpointer as module
-from hvdtrain.checkpoint import commit, write
+from hvdtrain.checkpoint import commit, tensor_files
 from hvdtrain.state.named_tensors import replicated_tensor
 
 def die(*args, **more):
     os.kill(os.getpid(), signal.SIGKILL)
 
 def halfway(path, *args, **more):  # the order in which rmtree goes through a folder is nobody's promise
-    for name in ("tensors-00000.bin",):
+    for name in ("tensors-00000.safetensors",):
         pathlib.Path(path, name).unlink(missing_ok=True)
     die()
 
@@ -427,9 +455,9 @@ def at_call(function, number):
 
 def kill_at(point):
     if point == "tensors":
-        write.os.fsync = die
-    elif point == "manifest":
-        commit.manifest.encode = die
+        tensor_files.os.fsync = die
+    elif point == "index":
+        commit.index.encode = die
     elif point == "rename":
         os.rename = die
     elif point == "second rename":
@@ -456,7 +484,7 @@ POINTS = [
     f"{point}{again} {keep}"
     for keep in (1, 2)
     for again in ("", " again")  # a new step, or once more the step that is there
-    for point in ("tensors", "manifest", "rename", "second rename", "removal")
+    for point in ("tensors", "index", "rename", "second rename", "removal")
     # A new step takes nobody's place, and of two the first goes only with the third.
 ]
 

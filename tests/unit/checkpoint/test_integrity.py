@@ -3,24 +3,20 @@
 import json
 import os
 import pickle
-import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
-from hvdtrain.checkpoint import manifest as manifests  # noqa: E402
+from hvdtrain.checkpoint import index as indexes  # noqa: E402
 from hvdtrain.checkpoint.checkpointer import Checkpointer  # noqa: E402
-from hvdtrain.checkpoint.integrity import verify  # noqa: E402
-from hvdtrain.checkpoint.retention import Retention  # noqa: E402
-from hvdtrain.checkpoint.selection import find_checkpoint  # noqa: E402
+from hvdtrain.checkpoint.selection import Retention, find_checkpoint  # noqa: E402
+from hvdtrain.checkpoint.tensor_files import SliceReader  # noqa: E402
 from hvdtrain.config.errors import CheckpointError  # noqa: E402
 from hvdtrain.state.named_tensors import replicated_tensor  # noqa: E402
 
 STEPS = (2, 4, 6)
-FORMAT_1 = Path(__file__).parent / "checkpoint_format_1"
 
 
 def tensors(value):
@@ -51,17 +47,17 @@ def swap(one, other):
     spare.rename(other)
 
 
-DATA, MANIFEST = "tensors-00000.bin", "manifest.json"
+DATA, INDEX = "tensors-00000.safetensors", "index.json"
 FAULTS = {
     "truncated": lambda path: os.truncate(path / DATA, 600),
     "empty": lambda path: os.truncate(path / DATA, 0),
-    "a bit flipped": lambda path: flip(path / DATA, 777),
-    "a bit of the manifest flipped": lambda path: flip(path / MANIFEST, 40),
+    "a bit flipped": lambda path: flip(path / DATA, -777),
+    "a bit of the index flipped": lambda path: flip(path / INDEX, 40),
     "half deleted": lambda path: (path / DATA).unlink(),
-    "manifest gone": lambda path: (path / MANIFEST).unlink(),
+    "index gone": lambda path: (path / INDEX).unlink(),
     "an empty folder": lambda path: [file.unlink() for file in path.iterdir()],
     "data of another": lambda path: swap(path / DATA, at(path.parent, 4) / DATA),
-    "manifest of another": lambda path: swap(path / MANIFEST, at(path.parent, 4) / MANIFEST),
+    "index of another": lambda path: swap(path / INDEX, at(path.parent, 4) / INDEX),
     "names exchanged": lambda path: swap(path, at(path.parent, 4)),
 }
 
@@ -85,14 +81,14 @@ def test_the_newest_good_one_is_used_and_damaged_ones_are_named_and_set_aside(fo
     # The training comes to that step again.
     Checkpointer(folder).save(6, tensors(6), {"step": 6})
     assert Checkpointer(folder).find_to_go_on() == at(folder, 6)
-    flip(at(folder, 6) / DATA, 3)
+    flip(at(folder, 6) / DATA, -3)
     Checkpointer(folder).find_to_go_on()
     assert (folder / "step-00000006.damaged2").is_dir()
 
 
 def test_where_all_are_damaged_there_is_nothing_to_go_on_from(folder, capsys):
     for step in STEPS:
-        flip(at(folder, step) / DATA, 0)
+        flip(at(folder, step) / DATA, -1)
     with pytest.raises(CheckpointError, match="There is no complete checkpoint in"):
         find_checkpoint(folder)
     assert Checkpointer(folder).find_to_go_on() is None
@@ -102,7 +98,7 @@ def test_where_all_are_damaged_there_is_nothing_to_go_on_from(folder, capsys):
 @pytest.mark.parametrize("which", ["best", "4"])
 def test_a_damaged_one_that_is_asked_for_by_name_is_refused(folder, which):
     Checkpointer(folder).save(8, tensors(8), {"step": 8, "best": {"step": 4}})
-    flip(at(folder, 4) / DATA, 0)
+    flip(at(folder, 4) / DATA, -1)
     with pytest.raises(CheckpointError, match=f"{at(folder, 4)} is damaged: in {DATA} the bytes of model/v are not"):
         find_checkpoint(folder, which)
 
@@ -110,12 +106,12 @@ def test_a_damaged_one_that_is_asked_for_by_name_is_refused(folder, which):
 def test_the_best_is_found_where_the_newest_is_damaged(folder):
     Checkpointer(folder).save(8, tensors(8), {"step": 8, "best": {"step": 4}})
     Checkpointer(folder, keep=9).save(9, tensors(9), {"step": 9})
-    (at(folder, 9) / MANIFEST).unlink()
+    (at(folder, 9) / INDEX).unlink()
     assert find_checkpoint(folder, "best") == at(folder, 4)
 
 
 def test_one_that_cannot_be_set_aside_is_passed_over(folder, capsys, monkeypatch):
-    flip(at(folder, 6) / DATA, 0)
+    flip(at(folder, 6) / DATA, -1)
 
     def refuse(*paths):
         raise OSError(30, "Read-only file system")
@@ -123,14 +119,6 @@ def test_one_that_cannot_be_set_aside_is_passed_over(folder, capsys, monkeypatch
     monkeypatch.setattr(os, "rename", refuse)
     assert Checkpointer(folder).find_to_go_on() == at(folder, 4)
     assert "it cannot be set aside: Read-only file system" in capsys.readouterr().err
-
-
-def test_format_1_is_verified(tmp_path):
-    verify(FORMAT_1)
-    shutil.copytree(FORMAT_1, tmp_path / "copy")
-    flip(tmp_path / "copy" / "tensors.data-00000-of-00001", 20)
-    with pytest.raises(CheckpointError, match="is damaged"):
-        verify(tmp_path / "copy")
 
 
 # -- a hostile file --
@@ -147,12 +135,12 @@ class Payload:
 
 
 def forged(path, change):
-    """Change a manifest and give it a checksum that fits, as anybody can."""
-    content = json.loads((path / MANIFEST).read_text())
+    """Change a index and give it a checksum that fits, as anybody can."""
+    content = json.loads((path / INDEX).read_text())
     del content["checksum"]
     change(content)
-    content["checksum"] = manifests._checksum(content)
-    (path / MANIFEST).write_text(json.dumps(content))
+    content["checksum"] = indexes._checksum(content)
+    (path / INDEX).write_text(json.dumps(content))
 
 
 def change_slice(**values):
@@ -176,7 +164,8 @@ FORGERIES = {
         content["tensors"]["model/v"].update(global_shape=[10**12]),
         change_slice(bounds=[[0, 10**12]])(content),
     ),
-    "a negative offset": change_slice(offset=-1200),
+    "a name that is not there": change_slice(name="model/w"),
+    "an unknown field": change_slice(offset=-1200),
     "bounds outside": change_slice(bounds=[[-300, 0]]),
     "a gap": change_slice(bounds=[[0, 299]]),
     "no list of slices": lambda content: content["tensors"].update({"model/v": 5}),
@@ -187,14 +176,14 @@ FORGERIES = {
 
 
 @pytest.mark.parametrize("forgery", FORGERIES)
-def test_a_forged_manifest_is_refused(folder, forgery):
+def test_a_forged_index_is_refused(folder, forgery):
     forged(at(folder, 6), FORGERIES[forgery])
     with pytest.raises(CheckpointError, match=rf"{at(folder, 6)} is damaged: "):
-        verify(at(folder, 6))
+        SliceReader(at(folder, 6)).verify()
     assert find_checkpoint(folder) == at(folder, 4)
 
 
-@pytest.mark.parametrize("name", [DATA, MANIFEST])
+@pytest.mark.parametrize("name", [DATA, INDEX])
 def test_a_pickle_in_place_of_a_file_is_never_loaded(folder, name):
     mark = folder / "mark"
     assert pickle.loads(pickle.dumps(Payload(mark))) == 0
@@ -205,8 +194,8 @@ def test_a_pickle_in_place_of_a_file_is_never_loaded(folder, name):
     assert not mark.exists()
 
 
-def test_a_manifest_that_is_too_deep_is_refused(folder):
-    (at(folder, 6) / MANIFEST).write_text("[" * 100_000)
+def test_a_index_that_is_too_deep_is_refused(folder):
+    (at(folder, 6) / INDEX).write_text("[" * 100_000)
     assert find_checkpoint(folder) == at(folder, 4)
 
 

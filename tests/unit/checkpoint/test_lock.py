@@ -1,8 +1,12 @@
 """Two jobs that write to one folder."""
 
+import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -10,7 +14,8 @@ import pytest
 
 import hvdtrain
 from hvdtrain.backends.single import NoOpCollectives
-from hvdtrain.checkpoint.lock import locked
+from hvdtrain.checkpoint.lock import FolderLock, locked
+from hvdtrain.checkpoint.pending import PendingCheckpoint, clear_leavings
 from hvdtrain.config.errors import CheckpointError
 
 HOLDER = """
@@ -27,6 +32,18 @@ class Alone:
 with locked(Path(sys.argv[1]), Alone(), job="job 1"):
     print("holds", flush=True)
     sys.stdin.readline()
+"""
+
+WRITER = """
+import sys
+from pathlib import Path
+from hvdtrain.checkpoint.pending import PendingCheckpoint
+
+draft = PendingCheckpoint(final=Path(sys.argv[1]) / "step-00000001", rank=0)
+draft.create()
+(draft.path / "half").write_text("half")
+print(draft.path, flush=True)
+sys.stdin.readline()
 """
 
 
@@ -90,3 +107,88 @@ def test_a_file_in_its_place_is_named(tmp_path):
         locked(tmp_path / "run", NoOpCollectives()),
     ):
         pass
+
+
+def is_held(folder):
+    """Return whether another job is refused."""
+    lock = FolderLock(folder)
+    try:
+        lock.acquire()
+    except CheckpointError:
+        return True
+    lock.release()
+    return False
+
+
+def test_a_folder_belongs_to_one_job_whatever_reads_its_lock(tmp_path):
+    with locked(tmp_path / "run", NoOpCollectives()):
+        (tmp_path / "run" / ".lock").read_text()
+        assert is_held(tmp_path / "run")
+        assert is_held(tmp_path / "run"), "being refused does not let go of it for the first"
+    assert not is_held(tmp_path / "run")
+
+
+def test_a_lock_is_renewed_where_its_folder_was_made_again(tmp_path):
+    lock = FolderLock(tmp_path / "run")
+    lock.renew()
+    assert not (tmp_path / "run").exists(), "it was never taken"
+    lock.acquire()
+    shutil.rmtree(tmp_path / "run")
+    lock.renew()
+    assert is_held(tmp_path / "run")
+    lock.release()
+    assert not is_held(tmp_path / "run")
+
+
+def test_a_forked_child_does_not_keep_a_folder_locked(tmp_path):
+    """Data workers may outlive a process that was killed."""
+    script = (
+        "import os, sys, time, warnings\nfrom pathlib import Path\nfrom hvdtrain.checkpoint.lock import FolderLock\n"
+        "lock = FolderLock(Path(sys.argv[1]))\nlock.acquire()\nchild = os.fork()\n"
+        # Both in one write: an unbuffered print takes two, and the other process's come between them.
+        "if not child:\n    lock.release()\nos.write(1, b'%d\\n' % child)\ntime.sleep(600)\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        children = [int(process.stdout.readline()), int(process.stdout.readline())]
+        try:
+            assert is_held(tmp_path / "run"), "the child's release is not its parent's"
+            process.kill()
+            process.wait(20)
+            assert not is_held(tmp_path / "run")
+        finally:
+            os.kill(max(children), signal.SIGKILL)
+
+
+def test_a_file_system_without_locks_locks_nobody_out(tmp_path, monkeypatch):
+    def none(*arguments):
+        raise OSError(37, "No locks available")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fcntl.flock", none)
+        with locked(tmp_path / "run", NoOpCollectives()) as lock:
+            assert not is_held(tmp_path / "run")
+            lock.renew()
+        draft = PendingCheckpoint(final=tmp_path / "step-00000001", rank=0)
+        draft.create()
+        clear_leavings(tmp_path)
+        assert draft.path.exists(), "somebody may be writing it"
+        draft.give_up()
+    assert not list(tmp_path.glob(".step*"))
+
+
+def test_what_a_killed_writer_leaves_is_cleared_away(tmp_path):
+    command = [sys.executable, "-c", WRITER, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        draft = Path(process.stdout.readline().strip())
+        own = PendingCheckpoint(final=tmp_path / "step-00000002", rank=0)
+        own.create()
+        clear_leavings(tmp_path)
+        assert (draft / "half").exists()
+        assert own.path.exists()
+        process.kill()
+        process.wait(20)
+        clear_leavings(tmp_path)
+        assert not draft.exists()
+    own.give_up()
+    assert list(tmp_path.iterdir()) == []

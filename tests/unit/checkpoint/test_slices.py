@@ -14,6 +14,7 @@ from hvdtrain.runtime.placement import Ranges, box_shape
 from hvdtrain.state.named_tensors import NamedTensor, replicated_tensor, spec_of, values_in
 from tests.unit.gathering import Gathering, on_ranks
 
+FILES = [f"tensors-{rank:05d}.safetensors" for rank in range(2)]
 WHOLE = {
     "flat": np.arange(10, dtype="float32"),
     "rows": np.arange(7 * 3, dtype="float64").reshape(7, 3),
@@ -131,7 +132,7 @@ def test_slices_of_several_blocks_are_read_by_any_number_of_ranks(tmp_path, writ
                 np.testing.assert_array_equal(tensor.value.numpy(), values_in(FUSED[name], tensor.slice))
 
     with_ranks(read_by, body)
-    content = json.loads((path / "manifest.json").read_text())["tensors"]["kernel"]
+    content = json.loads((path / "index.json").read_text())["tensors"]["kernel"]
     assert content["global_shape"] == [5, 24]
     assert len(content["slices"]) == 3 * written_by
     whole = {name: replicated_tensor(tf.Variable(np.zeros_like(value))) for name, value in FUSED.items()}
@@ -142,8 +143,8 @@ def test_slices_of_several_blocks_are_read_by_any_number_of_ranks(tmp_path, writ
 
 def test_each_rank_writes_what_it_holds_and_the_primary_what_all_hold(tmp_path):
     path = save(tmp_path, 2)
-    content = json.loads((path / "manifest.json").read_text())
-    assert sorted(content["files"]) == ["tensors-00000.bin", "tensors-00001.bin"]
+    content = json.loads((path / "index.json").read_text())
+    assert sorted(content["files"]) == FILES
     files = {name: [part["file"][8:13] for part in tensor["slices"]] for name, tensor in content["tensors"].items()}
     assert files == {"alike": ["00000"], **{name: ["00000", "00001"] for name in ("flat", "rows", "columns")}}
     assert [part["bounds"] for part in content["tensors"]["rows"]["slices"]] == [[[0, 4], [0, 3]], [[4, 7], [0, 3]]]
@@ -194,9 +195,13 @@ def test_the_ranks_tell_one_another_no_more_than_that_they_have_written(tmp_path
         return Checkpointer(tmp_path, backend=ranks).save(3, sharded(ranks.index, 2, filled=True), {"step": 3})
 
     path = with_ranks(2, body)[0]
-    assert b'{"value": "tensors-00001.bin"}' in told
+    assert b'{"value": "tensors-00001.safetensors"}' in told
     assert max(map(len, told)) < 100 + len(str(tmp_path))
-    assert sorted(file.name for file in path.iterdir()) == ["manifest.json", "tensors-00000.bin", "tensors-00001.bin"]
+    assert sorted(file.name for file in path.iterdir()) == [
+        "index.json",
+        "tensors-00000.safetensors",
+        "tensors-00001.safetensors",
+    ]
 
 
 def test_whole_tensors_need_a_folder_on_the_primary_only(tmp_path):
@@ -221,9 +226,9 @@ def test_slices_in_folders_of_their_own_are_refused(tmp_path):
         begin = draft._begin
 
         def begin_elsewhere(*arguments):
-            unwritten = begin(*arguments)
-            unwritten.path = elsewhere
-            return unwritten
+            pending = begin(*arguments)
+            pending.path = elsewhere
+            return pending
 
         if ranks.index:
             draft._begin = begin_elsewhere
@@ -231,7 +236,9 @@ def test_slices_in_folders_of_their_own_are_refused(tmp_path):
 
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    with pytest.raises(CheckpointError, match=r"tensors-00001\.bin was written by another rank and is not in .*share"):
+    with pytest.raises(
+        CheckpointError, match=r"tensors-00001\.safetensors was written by another rank and is not in .*share"
+    ):
         with_ranks(2, body)
     assert [path.name for path in tmp_path.iterdir()] == ["elsewhere"]
 
@@ -274,8 +281,8 @@ def test_slices_with_gaps_are_refused(tmp_path, part, held):
 
 def test_a_damaged_slice_is_named_on_every_rank(tmp_path):
     path = save(tmp_path, 2)
-    file = path / "tensors-00001.bin"
-    file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
+    file = path / "tensors-00001.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1]))
 
     def body(ranks):
         try:
@@ -284,7 +291,7 @@ def test_a_damaged_slice_is_named_on_every_rank(tmp_path):
             return str(error)
 
     first, second = with_ranks(2, body)
-    assert "in tensors-00001.bin the bytes of flat are not those that were written" in second
+    assert "in tensors-00001.safetensors the bytes of flat are not those that were written" in second
     assert first == f"rank 1: {second}"
     shutil.rmtree(path)
 

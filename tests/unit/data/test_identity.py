@@ -7,10 +7,8 @@ import keras
 import numpy as np
 import pytest
 
-from hvdtrain.checkpoint.manifest import encode, read_manifest
-from hvdtrain.cli.train import parse
 from hvdtrain.config.data import DataConfig
-from hvdtrain.config.errors import CheckpointError, ConfigError, DataError
+from hvdtrain.config.errors import CheckpointError, DataError
 from hvdtrain.config.model import ModelConfig
 from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.identity import check_same_samples, identity_of
@@ -95,19 +93,12 @@ def config_of(path, steps=3):
     )
 
 
-def manifest_of(folder):
-    return max(folder.checkpoints.glob("step-*")) / "manifest.json"
-
-
-def forget(folder):
-    """Take from the newest checkpoint what an earlier version did not write."""
-    manifest = read_manifest(manifest_of(folder).parent)
-    del manifest.scalars["data"]
-    manifest_of(folder).write_text(encode(manifest))
+def index_of(folder):
+    return max(folder.checkpoints.glob("step-*")) / "index.json"
 
 
 def test_a_run_goes_on_with_the_samples_that_it_began_with(session, begun, tmp_path):
-    saved = json.loads(manifest_of(begun).read_text())["scalars"]["data"]
+    saved = json.loads(index_of(begun).read_text())["scalars"]["data"]
     assert (saved["training"]["samples"], saved["validation"]["samples"]) == (36, 4)
     config = config_of(tmp_path / "data.npz", steps=4)
     assert train(session, config, begun.path, resume="yes")["resumed_from"] == 3
@@ -119,7 +110,7 @@ def test_a_run_goes_on_with_the_samples_that_it_began_with(session, begun, tmp_p
 @pytest.mark.extended  # trains four times
 def test_a_run_that_a_queue_starts_once_more_is_left_alone_when_it_is_finished(session, begun, tmp_path, capsys):
     config = config_of(tmp_path / "data.npz", steps=3)
-    before = manifest_of(begun).read_bytes()
+    before = index_of(begun).read_bytes()
     assert train(session, config, begun.path, resume="auto") == {}
     assert f"--resume auto: the run in {begun.path} is finished: there is nothing left" in capsys.readouterr().out
     # Killed between its last checkpoint and its results: these are written.
@@ -127,14 +118,14 @@ def test_a_run_that_a_queue_starts_once_more_is_left_alone_when_it_is_finished(s
     begun.model.unlink()
     assert train(session, config, begun.path, resume="auto")["steps"] == 3
     assert begun.model.is_file()
-    assert manifest_of(begun).read_bytes() == before
+    assert index_of(begun).read_bytes() == before
     # Nothing good is left: it begins anew.
     for path in begun.checkpoints.glob("step-*"):
-        (path / "manifest.json").unlink()
+        (path / "index.json").unlink()
     assert train(session, config, begun.path, resume="auto") == {}, "its results are there"
     begun.summary.unlink()
     assert train(session, config, begun.path, resume="auto")["resumed_from"] == 0
-    (begun.checkpoints / "step-00000003" / "manifest.json").unlink()
+    (begun.checkpoints / "step-00000003" / "index.json").unlink()
     with pytest.raises(CheckpointError, match="--resume takes a run with a good checkpoint"):
         train(session, config, begun.path, resume="yes")
 
@@ -144,32 +135,3 @@ def test_other_data_are_named_also_where_they_make_another_model(session, begun,
     write(tmp_path / "data.npz", 40, classes=5)
     with pytest.raises(DataError, match=r"the training samples .* \(36 now and before, but others\)"):
         train(session, config_of(tmp_path / "data.npz", steps=5), begun.path, resume="yes")
-
-
-def test_a_checkpoint_of_an_earlier_version_goes_on(session, begun, tmp_path):
-    forget(begun)
-    train(session, config_of(tmp_path / "data.npz", steps=4), begun.path, resume="yes")
-    assert json.loads(manifest_of(begun).read_text())["scalars"]["data"]["training"]["samples"] == 36
-
-
-@pytest.mark.extended  # trains twice
-def test_data_that_were_moved_are_known_again(session, begun, tmp_path):
-    there = tmp_path / "there.npz"
-    (tmp_path / "data.npz").rename(there)
-    words = ["--resume", str(begun.path), "--max-steps", "4", "--cache", "memory", "--data-args", "path", str(there)]
-    config = parse(words).config
-    assert train(session, config, begun.path, resume="yes")["resumed_from"] == 3
-    assert parse(["--resume", str(begun.path)]).config.data == config.data  # where they are now
-    write(tmp_path / "data.npz", 30)
-    config = parse([*words[:-1], str(tmp_path / "data.npz")]).config
-    with pytest.raises(DataError, match=r"\(27 now and 36 before\)"):
-        train(session, config, begun.path, resume="yes")
-
-
-@pytest.mark.extended  # trains twice
-def test_moved_data_are_refused_where_nobody_knows_what_they_were(session, begun, tmp_path):
-    forget(begun)
-    (tmp_path / "data.npz").rename(tmp_path / "there.npz")
-    config = parse(["--resume", str(begun.path), "--data-args", "path", str(tmp_path / "there.npz")]).config
-    with pytest.raises(ConfigError, match=r"its data must stay where they were\. Leave out --data-args"):
-        train(session, config, begun.path, resume="yes")

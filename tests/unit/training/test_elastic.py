@@ -170,7 +170,7 @@ def test_a_commit_is_the_whole_state(state, backend):
     state.scalars.progress.callbacks[0]["epoch"].append(1)
     state.held_weights = {}
     assert commits.restore(state, backend)
-    assert (state.scalars.step, state.scalars.place(3), state.scalars.epoch) == (5, 2, 1)
+    assert (state.scalars.step, state.scalars.step_in_epoch, state.scalars.epoch) == (5, 2, 1)
     assert state.scalars.progress.callbacks == [{"class": "History", "epoch": [0]}]
     assert int(state.counter.numpy()) == 5
     for path, value in values_of(state).items():

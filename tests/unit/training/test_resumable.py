@@ -244,7 +244,7 @@ def test_what_is_saved_is_restored_and_evaluated(tmp_path, capsys):
             assert np.array_equal(unbuilt.predict(X), first.predict(X))
         assert same(unbuilt, first)
     damaged = tmp_path / f"step-{2 * STEPS:08d}"
-    (damaged / "manifest.json").write_text("{")
+    (damaged / "index.json").write_text("{")
     with pytest.raises(CheckpointError, match="is damaged"):
         trainer_of(built=False).restore(damaged)
     capsys.readouterr()

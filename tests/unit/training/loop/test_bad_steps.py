@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdtrain.checkpoint.manifest import scalars_of
+from hvdtrain.checkpoint.index import read_index
 from hvdtrain.checkpoint.naming import complete
 from hvdtrain.config.checkpoint import Checkpoint
 from hvdtrain.config.errors import BadStepError, CheckpointError, ConfigError, NonFiniteError, on_command_line
@@ -279,7 +279,7 @@ def test_a_run_resumed_after_a_rollback_leaves_out_the_same_batches(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         trainer_of(on_bad_step="rollback").fit(bad, checkpoint=saves, callbacks=[Killed()], **fit)
     newest = complete(Path(saves.folder))[-1]
-    scalars = scalars_of(newest)
+    scalars = read_index(newest).scalars
     assert (scalars["step"], scalars["bad_steps"]["rollbacks"]) == (6, [[6, 6]])
     resumed = trainer_of(on_bad_step="rollback")
     assert resumed.resume(saves.folder) == newest
@@ -297,7 +297,7 @@ def test_the_losses_compared_with_are_restored(tmp_path):
     expected = whole.fit((x, y), **fit)
     trainer_of(dense, "sgd", **options).fit((x, y), checkpoint=Checkpoint(tmp_path, every=5), **{**fit, "epochs": 1})
     for path in complete(tmp_path)[1:]:
-        (path / "manifest.json").unlink()
+        (path / "index.json").unlink()
     resumed = trainer_of(dense, "sgd", **options)
     resumed.resume(tmp_path)
     result = resumed.fit((x, y), **fit)
@@ -334,7 +334,7 @@ def test_a_rollback_without_a_good_checkpoint_is_an_error(tmp_path):
     class Removing(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
             for path in complete(tmp_path):
-                (path / "manifest.json").unlink()
+                (path / "index.json").unlink()
 
     fit = {**FIT, "epochs": 1, "callbacks": [Removing()]}
     with pytest.raises(CheckpointError, match="There is no good checkpoint to roll back to"):

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.backends.single import SingleBackend
-from hvdtrain.checkpoint.snapshot import owned
+from hvdtrain.checkpoint.checkpointer import owned
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.run import Config
 from hvdtrain.optim.optimizers import ELEMENTWISE
