@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
+from filelock import FileLock
 
 from hvdtrain.config.errors import DataError
-from hvdtrain.runtime.file_lock import lock
 
 if TYPE_CHECKING:  # the command line finds files before TensorFlow starts
     import tensorflow as tf
@@ -122,8 +122,7 @@ def made_once(target: Path) -> Iterator[Path | None]:
         DataError: the folder of `target` is not writable.
     """
     with writing_into(target.parent):
-        claim = open(target.with_name(f"{target.name}.lock"), "w")  # noqa: SIM115 - closed below
-        lock(claim.fileno(), wait=True)
+        claim = FileLock(target.with_name(f"{target.name}.lock")).acquire()
     with claim:
         if target.exists():
             yield None

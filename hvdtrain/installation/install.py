@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from filelock import FileLock, Timeout
 from packaging.requirements import Requirement
 
 from hvdtrain.config.errors import SetupError
@@ -24,7 +25,6 @@ from hvdtrain.installation.wheel import TENSORFLOW_NAMES, cache_folder, find_whe
 from hvdtrain.runtime.diagnosis.diagnose import check_gloo, check_horovod_alone, check_mpi, check_mpi_alone
 from hvdtrain.runtime.diagnosis.machine import Check
 from hvdtrain.runtime.diagnosis.software import TENSORFLOW
-from hvdtrain.runtime.file_lock import lock
 from hvdtrain.runtime.horovod_patches import patched_version
 from hvdtrain.runtime.python_environment import PythonEnvironment
 
@@ -283,12 +283,13 @@ def _require(check: Check, wheel: Path) -> None:
 def _one_at_a_time(environment: PythonEnvironment) -> Iterator[None]:
     """Serialize setups by a file lock, released by the kernel on exit."""
     environment.notes.mkdir(exist_ok=True)
-    with (environment.notes / "lock-horovod").open("w") as file:
-        try:
-            lock(file.fileno())
-        except BlockingIOError:
-            say("another setup is at work here: waiting for it")
-            lock(file.fileno(), wait=True)
+    lock = FileLock(environment.notes / "lock-horovod")
+    try:
+        held = lock.acquire(timeout=0)
+    except Timeout:
+        say("another setup is at work here: waiting for it")
+        held = lock.acquire()
+    with held:
         yield
 
 
