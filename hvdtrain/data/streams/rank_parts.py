@@ -4,7 +4,7 @@ A step trains on one batch of every rank. A rank with fewer batches continues wi
 until the last rank is done; so which samples form a step depends on how they were divided.
 """
 
-import pickle
+import base64
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -110,10 +110,8 @@ def agree_on_parts(first: Batch | None, steps: int, backend: Backend, what: str)
     row = None if first is None else _row(first)
     if len(holders) < len(everyone):
         # A rank without samples runs another's, which does not count.
-        arrays = tf.nest.map_structure(lambda t: None if t is None else t.numpy(), row)
-        sent = backend.gather_bytes(pickle.dumps(arrays), timeout=None, among="data_parallel")
-        if row is None:
-            row = tf.nest.map_structure(lambda a: None if a is None else tf.constant(a), pickle.loads(sent[giver]))
+        sent = gather(backend, _written(row), timeout=None, among="data_parallel")
+        row = _read(sent[giver]) if row is None else row
     assert row is not None, "some rank has samples"
     inputs, targets, sample_weight = row
     placeholder = Batch(
@@ -161,3 +159,25 @@ def _kinds(batch: Batch | None) -> str:
         return ""
     parts = (batch.inputs, batch.targets, batch.sample_weight)
     return str(tf.nest.map_structure(lambda t: None if t is None else f"{t.dtype.name}[{t.shape.rank} dims]", parts))
+
+
+def _written(nest: Any) -> Any:
+    """Return a nest of tensors as JSON values: nothing that another process sends is unpickled."""
+    if nest is None:
+        return None
+    if isinstance(nest, dict):
+        return {"dict": [[key, _written(value)] for key, value in nest.items()]}
+    if isinstance(nest, list | tuple):
+        return [_written(value) for value in nest]
+    octets = base64.b64encode(tf.io.serialize_tensor(nest).numpy()).decode()
+    return {"dtype": tf.as_dtype(nest.dtype).name, "tensor": octets}
+
+
+def _read(written: Any) -> Any:
+    if written is None:
+        return None
+    if isinstance(written, list):
+        return tuple(map(_read, written))
+    if "dict" in written:
+        return {key: _read(value) for key, value in written["dict"]}
+    return tf.io.parse_tensor(tf.constant(base64.b64decode(written["tensor"])), tf.as_dtype(written["dtype"]))
