@@ -52,6 +52,9 @@ OF_THE_LAUNCHER = ("np", "n", "nproc", "nproc-per-node", "gpus", "num-gpus", "nu
 """What other programs call the number of processes."""
 
 
+_NUMBER = re.compile(r"-(\d|\.\d|inf|nan)")
+
+
 class Parser(argparse.ArgumentParser):
     """A parser whose mistakes are `UserError`s: they are shown once, by one rank.
 
@@ -62,14 +65,36 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, verb: str, description: str, **more: Any) -> None:
+        self.options: dict[str, argparse.Action] = {}
+        """The options by each of their flags."""
         super().__init__(
             f"python -m hvdtrain {verb}",
-            description=description,
-            formatter_class=_Formatter,
+            description=_filled(description),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
             **more,
         )
-        self._negative_number_matcher = re.compile(r"-(\d|\.\d|inf|nan)")
+
+    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
+        """Add an argument, and note its flags in `options`."""
+        return self._noted(super().add_argument(*names, **options))
+
+    def add_argument_group(self, title: str | None = None, description: str | None = None, **options: Any) -> Any:
+        """Add a group, whose description is filled."""
+        return self._noting(super().add_argument_group(title, description and _filled(description), **options))
+
+    def add_mutually_exclusive_group(self, **options: Any) -> Any:
+        """Add a group of arguments that exclude one another."""
+        return self._noting(super().add_mutually_exclusive_group(**options))
+
+    def _noting(self, group: Any) -> Any:
+        add = group.add_argument
+        group.add_argument = lambda *names, **options: self._noted(add(*names, **options))
+        return group
+
+    def _noted(self, action: argparse.Action) -> argparse.Action:
+        self.options |= dict.fromkeys(action.option_strings, action)
+        return action
 
     def parse_args(self, args: Sequence[str], namespace: Any = None) -> Any:  # type: ignore[override]
         """Parse `args`.
@@ -86,19 +111,21 @@ class Parser(argparse.ArgumentParser):
         return given
 
     def _dashed(self, word: str) -> str:
-        """Return `--eval-batch=a_b` for `--eval_batch=a_b`."""
+        """Return `--eval-batch=a_b` for `--eval_batch=a_b`, and numbers such as `-1e-3` so that they are no options."""
+        if _NUMBER.match(word):
+            return f" {word}"
         flag, equals, value = word.partition("=")
         dashed = flag.replace("_", "-")
-        return dashed + equals + value if dashed in self._option_string_actions else word
+        return dashed + equals + value if dashed in self.options else word
 
     def split(self, argv: list[str]) -> tuple[list[str], list[str]]:
         """Split `argv` before the first word that belongs to no option of this parser; a `--` there is left out."""
         at = 0
         while at < len(argv):
             flag, equals, _ = argv[at].partition("=")
-            if flag not in self._option_string_actions:
+            if flag not in self.options:
                 break
-            at += 1 if equals or self._option_string_actions[flag].nargs == 0 else 2
+            at += 1 if equals or self.options[flag].nargs == 0 else 2
         return argv[:at], argv[at + 1 :] if argv[at : at + 1] == ["--"] else argv[at:]
 
     def error(self, message: str) -> NoReturn:
@@ -110,7 +137,7 @@ class Parser(argparse.ArgumentParser):
 
     def _hint(self, flag: str) -> str:
         """Return what to type in place of an option that does not exist."""
-        known, name = self._option_string_actions, flag.lstrip("-").replace("_", "-").lower()
+        known, name = self.options, flag.lstrip("-").replace("_", "-").lower()
         if name in OF_THE_LAUNCHER:
             return f"There is no option {flag!r}: the number of processes is the launcher's, as in horovodrun -np 2 ..."
         switch = f"--{name.removeprefix('no-')}"
@@ -126,12 +153,11 @@ class Parser(argparse.ArgumentParser):
         return f"There is no option {flag!r}. Perhaps you meant: {shown}\n    {option.help or ''}".rstrip()
 
 
-class _Formatter(argparse.HelpFormatter):
-    """Fills the paragraphs of descriptions, but for those with indented lines."""
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        fill = super()._fill_text
-        return "\n\n".join(part if "\n " in part else fill(part, width, indent) for part in text.strip().split("\n\n"))
+def _filled(text: str) -> str:
+    """Fill the paragraphs of a description, but for those with indented lines."""
+    width = shutil.get_terminal_size().columns - 2
+    parts = text.strip().split("\n\n")
+    return "\n\n".join(part if "\n " in part else textwrap.fill(" ".join(part.split()), width) for part in parts)
 
 
 def shows_help(parser: argparse.ArgumentParser, argv: Sequence[str]) -> bool:
@@ -273,7 +299,15 @@ def options_of(section: Any) -> list[Option]:
         union = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
         (value,) = (part for part in union if part is not types.NoneType)
         default = getattr(section, field.name, None if field.default is MISSING else field.default)
-        options.append(Option(field.name, value, len(union) > 1, default, docs.get(field.name, "")))
+        options.append(
+            Option(
+                field=field.name,
+                kind=value,
+                optional=len(union) > 1,
+                default=default,
+                help=docs.get(field.name, ""),
+            )
+        )
     return options
 
 

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
-import numpy as np
-
 from hvdtrain.config.errors import LaunchError
 from hvdtrain.config.parallel import AXES, DATA_AXES, HOLDER_AXES, REPLICA_AXES, REST, USER_AXES
 
@@ -79,6 +77,8 @@ class Mesh:
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
         """All groups of ranks that differ along `axes` only, each in ascending order."""
+        import numpy as np  # listing recipes goes without it
+
         grid = np.arange(prod(self.shape)).reshape(self.shape)
         places = self._places(axes)
         last = range(len(self.shape) - len(places), len(self.shape))

@@ -92,7 +92,7 @@ def _judge(script: Script, facts: Facts, target: str, chain: Chain) -> tuple[int
         is_horovods = not is_missing(f"{FACES.get(module, module)}.{rest[0]}")
         return 2, f"{ours} has no {rest[0]}." if is_horovods else f"{rest[0]} is not part of Horovod 0.28.1."
     call = script.code.calls.get(chain)
-    advice = _of_arguments(script, facts, call, module, rest[0]) if call and len(rest) == 1 else ""
+    advice = _of_arguments(script, facts, call, module=module, symbol=rest[0]) if call and len(rest) == 1 else ""
     return (2, advice) if advice else (int(module not in FACES), "")
 
 

@@ -192,7 +192,7 @@ def load(
         target=target,
         delimiter=files[0].delimiter,
     )
-    return _splits(table, targets, parts, known, Preprocessing(labels, table=description))
+    return _splits(table, targets, parts, classes=known, preprocessing=Preprocessing(labels, table=description))
 
 
 def load_like(
@@ -231,7 +231,7 @@ def load_like(
     check_present(table, kinds, inputs.missing, never=inputs.target)
     targets = _known_targets(table, inputs.target, classes, trained.class_names)
     parts = _parts(table, validation, None if classes is None else targets)
-    return _splits(table, targets, parts, classes, trained)
+    return _splits(table, targets, parts, classes=classes, preprocessing=trained)
 
 
 def _files(path: str, validation_path: str, delimiter: str) -> list[TableFile]:

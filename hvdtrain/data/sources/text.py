@@ -185,7 +185,13 @@ def read_tokens(
         if known is None
         else tokenizer_of(known)
     )
-    return TokenizedText(corpus.name, made.encode(corpus.train), made.encode(corpus.validation), made, length)
+    return TokenizedText(
+        name=corpus.name,
+        train=made.encode(corpus.train),
+        validation=made.encode(corpus.validation),
+        tokenizer=made,
+        length=length,
+    )
 
 
 def _read_like(path: str, validation: float, known: TextInputs) -> TokenizedText:

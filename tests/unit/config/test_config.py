@@ -83,6 +83,7 @@ OTHER = Config(
         profile_ranks=(1,),
         metrics_port=9400,
         metrics_host="0.0.0.0",
+        rank_logs=False,
     ),
     RuntimeConfig(
         backend="multi_worker_mirrored",

@@ -7,7 +7,7 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.pipeline import SourceTraining
 from hvdtrain.runs.resume import settle_processes
-from hvdtrain.state.scalars import Scalars, scalars_from
+from hvdtrain.state.scalars import Scalars
 
 
 class InFiles(ArraySource):
@@ -55,12 +55,3 @@ def test_the_samples_of_batches_are_shared_by_any_number():
     settle_processes(scalars, data("samples"), 2, "run")
     settle_processes(scalars, data("samples"), 4, "run")
     assert scalars.processes is None
-
-
-def test_a_checkpoint_of_an_earlier_version_goes_on():
-    scalars = scalars_from({"step": 7, "epoch": 1, "processes": 2})
-    with pytest.raises(ConfigError, match="which ends at step 10"):
-        settle_processes(scalars, data(), 4, "run")
-    scalars = Scalars(step=7, epoch=1, step_in_epoch=2)
-    settle_processes(scalars, data(), 4, "run")
-    assert scalars.processes == 4

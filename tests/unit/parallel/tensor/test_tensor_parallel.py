@@ -489,7 +489,7 @@ REFUSALS = {
     "no rules": (dense_pair, {}, ["Rules map regular expressions", "needs no hvdtrain.parallelize"]),
     "another axis": (dense_pair, {"up/kernel": (None, "model")}, ["at most once", "model"]),
     "two dims": (dense_pair, {"up/kernel": ("tp", "tp")}, ["at most once"]),
-    "no regular expression": (dense_pair, {"up/(kernel": (None, "tp")}, ["no regular expression"]),
+    "no regular expression": (dense_pair, {"up/(kernel": (None, "tp")}, ["is not a regular expression"]),
     "two rules": (dense_pair, {"p/kernel": (None, "tp"), "up/ker": (None, "tp")}, ["'up/kernel' is matched by two"]),
     "another rank": (
         dense_pair,
