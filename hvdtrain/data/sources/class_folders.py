@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.config.errors import DataError
-from hvdtrain.data.files import Blobs, files_below, is_there, seekable
+from hvdtrain.data.blobs import Blobs
+from hvdtrain.data.files import files_below, is_there, seekable
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png")
 SPLITS = {

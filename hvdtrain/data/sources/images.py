@@ -9,7 +9,8 @@ import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.arrays import Subset, hold_out
-from hvdtrain.data.files import Blobs, find_data
+from hvdtrain.data.blobs import Blobs
+from hvdtrain.data.files import find_data
 from hvdtrain.data.preprocessing import ImageInputs, Preprocessing, listed_numbers
 from hvdtrain.data.source import DataSplits, Source
 from hvdtrain.data.sources.class_folders import Found, scan

@@ -40,7 +40,8 @@ from google.protobuf.message import DecodeError
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.config.section import section
 from hvdtrain.data.arrays import hold_out
-from hvdtrain.data.files import Blobs, find_data
+from hvdtrain.data.blobs import Blobs
+from hvdtrain.data.files import find_data
 from hvdtrain.data.preprocessing import ImageInputs, Preprocessing
 from hvdtrain.data.source import DataSplits, Source, input_shape
 from hvdtrain.data.sources.class_folders import SPLITS

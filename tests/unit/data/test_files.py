@@ -6,8 +6,7 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.config.errors import DataError
-from hvdtrain.data import files as module
-from hvdtrain.data.files import Blobs
+from hvdtrain.data.blobs import Blobs
 
 
 @pytest.fixture
@@ -28,7 +27,7 @@ EXPECTED = [range(5), range(40, 50), [57], range(100, 150), [149]]
 
 @pytest.mark.parametrize("kept_open", [0, 1, 256])
 def test_pieces_are_read_in_any_order(files, monkeypatch, kept_open):
-    monkeypatch.setattr(module, "KEPT_OPEN", kept_open)
+    monkeypatch.setattr("hvdtrain.data.blobs.KEPT_OPEN", kept_open)
     blobs = pieces(files)
     for number in (4, 0, 3, 3, 1, 2):
         assert blobs.read(number) == bytes(EXPECTED[number])
@@ -42,7 +41,7 @@ def test_no_file_stays_open(files, monkeypatch):
     def held():
         return sum(file.path.startswith(str(files[0].parent)) for file in psutil.Process().open_files())
 
-    monkeypatch.setattr(module, "KEPT_OPEN", 2)
+    monkeypatch.setattr("hvdtrain.data.blobs.KEPT_OPEN", 2)
     blobs = pieces(files)
     for number in range(5):
         blobs.read(number)
