@@ -68,11 +68,12 @@ def agreed_backup(backup: Backup | None, backend: Backend) -> Backup | None:
     """
     mine = None if backup is None else asdict(backup)
     everyone = gather(backend, mine)
+    first = json.dumps(everyone[0]) if everyone[0] else "none"
     for rank, other in enumerate(everyone):
         if other not in (None, everyone[0]):
             raise ConfigError(
                 "BackupAndRestore must be on rank 0, and with the same arguments wherever else it is. Received: "
-                f"{json.dumps(other)} on rank {rank} and {json.dumps(everyone[0] or 'none')} on rank 0."
+                f"{json.dumps(other)} on rank {rank} and {first} on rank 0."
             )
     return Backup(**everyone[0]) if everyone[0] else None
 
