@@ -6,8 +6,8 @@ import tensorflow as tf
 from hvdtrain.backends.single import SingleBackend
 from hvdtrain.config.errors import in_script
 from hvdtrain.gradients.compression import compressed_sum, compressed_sums, decode, encode, is_compressible
-from hvdtrain.gradients.compression_probe import MOST_ELEMENTS, REPETITIONS, compression_cost, compression_warning
 from hvdtrain.gradients.reduction import COMPRESSED_BYTES
+from hvdtrain.training.advice import MOST_ELEMENTS, REPETITIONS, compression_cost, compression_warning
 from tests.unit.threaded_exchange import Meeting, Replica, outcomes_on, reduce_on
 
 UNIT_ROUNDOFF = {"bf16": 2.0**-8, "fp16": 2.0**-11}
