@@ -1,4 +1,4 @@
-"""Gradients of several microbatches, added up on each replica before one exchange."""
+"""Accumulation of the gradients of several microbatches on each replica before one exchange."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,15 +8,13 @@ import tensorflow as tf
 from hvdtrain.backends.protocol import Collectives
 from hvdtrain.backends.select import current_exchange
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.config.training import CompressionName, ReduceOpName
+from hvdtrain.config.training import CompressionName
+from hvdtrain.gradients.collectives import Op
 from hvdtrain.gradients.distributed_optimizer import refuse_exchange_of_microbatches
+from hvdtrain.gradients.gradient_exchange import GradientExchange, op_of_updates
 from hvdtrain.gradients.gradient_sum import GradientSum
-from hvdtrain.gradients.reduction import Gradient, GradientReducer, reduction_options, weighted
-from hvdtrain.gradients.weighted_reduction import WeightedReducer
-from hvdtrain.state.variables import as_written, unique_paths
-
-ROLE = "accumulated_gradient"
-"""Tells its exchanges from those of a tape on the same variables."""
+from hvdtrain.gradients.reduction import Gradient, weighted
+from hvdtrain.state.variables import as_written
 
 
 class GradientAccumulator:
@@ -50,9 +48,9 @@ class GradientAccumulator:
         variables: Sequence[Any],
         steps: int,
         *,
-        op: ReduceOpName = "average",
-        compression: CompressionName = "none",
-        groups: int = 0,
+        op: Op = "average",
+        compression: CompressionName | Any = "none",
+        groups: int | Sequence[Sequence[Any]] = 0,
         sparse_as_dense: bool | None = None,
         exchange: Collectives | None = None,
     ) -> None:
@@ -60,12 +58,15 @@ class GradientAccumulator:
             raise ConfigError(f"steps must be at least 1. Received: {steps}.")
         self.variables = list(variables)
         self.steps = steps
-        self._op = op
-        options = reduction_options(op, compression, groups, sparse_as_dense)
-        collectives = exchange or current_exchange()
-        self._reducer = GradientReducer(collectives, options)
-        self._weighted = WeightedReducer(collectives, options)
-        self._paths = unique_paths(self.variables)
+        self._sums = op_of_updates(op) == "sum"
+        self._exchange = GradientExchange(
+            role="accumulated_gradient",  # not that of a tape on the same variables
+            op=op,
+            compression=compression,
+            groups=groups,
+            sparse_as_dense=sparse_as_dense,
+            collectives=exchange or current_exchange(),
+        )
         self._sum = GradientSum(self.variables)
         self.count = tf.Variable(0, trainable=False, dtype=tf.int32, name="microbatches")
         """Microbatches that were added since the last exchange."""
@@ -73,7 +74,7 @@ class GradientAccumulator:
 
     @as_written
     def add(self, gradients: Sequence[Gradient], weight: Any = 1.0) -> tf.Tensor:
-        """Add the local gradients of a microbatch and tell whether the group is complete.
+        """Add the local gradients of a microbatch; return whether the group is complete.
 
         Args:
             gradients: one for each variable: tensors, tf.IndexedSlices or None.
@@ -88,25 +89,23 @@ class GradientAccumulator:
 
     @as_written
     def reduce(self) -> list[Gradient]:
-        """Exchange what was added, on all ranks, and return the gradients of the whole; the next group starts anew."""
+        """Return the reduced gradients of the group, and start the next one. Collective."""
         local, weight = self._sum.read(), self._weight.read_value()
         self.count.assign(0)
-        if self._op == "sum":
-            return self._reducer.reduce(local, self._paths, role=ROLE)
-        return self._weighted.reduce(local, tf.expand_dims(weight, 0), self._paths, role=ROLE)[0]
+        return self._exchange.reduce(local, self.variables, weight=None if self._sums else weight, is_weighted=True)
 
     @as_written
     def step(self, gradients: Sequence[Gradient], optimizer: Any, weight: Any = 1.0) -> tf.Tensor:
-        """Add a microbatch; with the group's last one exchange and let `optimizer` apply the result.
+        """Add a microbatch; after the group's last one, reduce and let `optimizer` apply the result. Collective.
 
-        Every rank must call it equally often. Returns whether it was applied, as a boolean tensor.
+        Returns whether it was applied, as a boolean tensor.
         """
         self._build(optimizer)
         return tf.cond(self.add(gradients, weight), lambda: self._apply(optimizer), lambda: tf.constant(False))
 
     @as_written
     def flush(self, optimizer: Any) -> tf.Tensor:
-        """Apply a group that is not complete, at the end of an epoch: with the right scale, since weights are counted.
+        """Reduce and apply an incomplete group, at the end of an epoch, by its own weight. Collective.
 
         Returns whether there was one, as a boolean tensor.
         """

@@ -56,7 +56,7 @@ def _layout(dtype: tf.DType) -> _Layout:
 
 
 def is_compressible(dtype: tf.DType) -> bool:
-    """Tell whether tensors of `dtype` are sent in 16 bits: floats that have more of them."""
+    """Return whether tensors of `dtype` are sent in 16 bits: wider floats."""
     return dtype in (tf.float32, tf.float64)
 
 

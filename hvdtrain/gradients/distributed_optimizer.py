@@ -1,4 +1,4 @@
-"""A Keras optimizer that is given local gradients and applies those of all replicas."""
+"""A Keras optimizer that takes local gradients and applies those of all replicas."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,18 +6,17 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdtrain.backends.protocol import Collectives, ReduceOp
-from hvdtrain.backends.select import current_exchange
+from hvdtrain.backends.protocol import Collectives
 from hvdtrain.compat.keras_variables import trained_variables
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.config.training import CompressionName
-from hvdtrain.gradients.reduction import GradientReducer, reduction_options, weighted
-from hvdtrain.gradients.weighted_reduction import WeightedReducer
+from hvdtrain.gradients.collectives import Op
+from hvdtrain.gradients.gradient_exchange import GradientExchange, op_of_updates, wire_name
 from hvdtrain.optim.averaging import innermost
 from hvdtrain.optim.clipping import Clipping, global_norm
 from hvdtrain.optim.fused import fused_updates
 from hvdtrain.optim.precision import loss_scale_of
-from hvdtrain.state.variables import as_written, unique_paths
+from hvdtrain.state.variables import as_written
 
 
 @keras.saving.register_keras_serializable(package="hvdtrain")
@@ -26,13 +25,15 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
 
     Args:
         inner_optimizer: applies the reduced gradients; a LossScaleOptimizer is given them scaled still.
-        op: `average` (default), `sum`, or `adasum` (MPI only).
-        compression: `none`, `fp16` or `bf16` on the wire.
-        groups: see `DistributedGradientTape`.
+        op: `average`, `sum` or `adasum` (MPI only), or one of Horovod's constants.
+        compression: `none`, `fp16` or `bf16` on the wire, or one of Horovod's compressors.
+        groups: number of groups of gradients that leave together; 0: each leaves as soon as it is computed.
         sparse_as_dense: see `DistributedGradientTape`.
         gradient_predivide_factor: divide by it before the sum, and by size / factor after.
         clip_norm: bound on the L2 norm of the whole reduced gradient.
         clip_value: bound on each of its elements.
+        process_set: some of the ranks, as a process set of Horovod's; others apply their own gradients.
+        scale_local_gradients: divide the gradients of local variables by the number of ranks.
         exchange: the replicas; the current session's ranks if None, when gradients are applied.
 
     Raises:
@@ -43,13 +44,15 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         self,
         inner_optimizer: Any,
         *,
-        op: ReduceOp = "average",
-        compression: CompressionName = "none",
+        op: Op = "average",
+        compression: CompressionName | Any = "none",
         groups: int = 0,
         sparse_as_dense: bool | None = None,
         gradient_predivide_factor: float = 1.0,
         clip_norm: float | None = None,
         clip_value: float | None = None,
+        process_set: Any = None,
+        scale_local_gradients: bool = True,
         exchange: Collectives | None = None,
         name: str = "distributed",
     ) -> None:
@@ -57,21 +60,35 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         super().__init__(learning_rate=0.0, name=name)
         self.inner_optimizer = inner_optimizer
         self.local_weight: Any = None
-        """What this replica's gradients count, such as its samples: a scalar tensor; None: all replicas alike."""
+        """Weight of this replica's gradients, such as its number of samples, a scalar tensor; None: all are equal."""
         self.role = "gradient"
-        """Tells this exchange of the variables' gradients from others of the same step."""
+        """Prefix of the names on the wire; distinguishes exchanges of the same step."""
         self.norm: tf.Tensor | None = None
         """Norm of the reduced gradient that was applied last, before clipping."""
+        # By name, so that a saved model needs nothing of Horovod's.
         self._arguments: dict[str, Any] = {
-            "op": op,
-            "compression": compression,
+            "op": op_of_updates(op),
+            "compression": wire_name(compression),
             "groups": groups,
             "sparse_as_dense": sparse_as_dense,
             "gradient_predivide_factor": gradient_predivide_factor,
+            "scale_local_gradients": scale_local_gradients,
         }
-        self._options = reduction_options(**self._arguments)
+        self._exchange = GradientExchange(
+            op=self._arguments["op"],
+            compression=self._arguments["compression"],
+            groups=groups,
+            sparse_as_dense=sparse_as_dense,
+            predivide=gradient_predivide_factor,
+            process_set=process_set,
+            collectives=exchange,
+            scale_local=scale_local_gradients,
+        )
         self._clipping = Clipping(clip_norm, clip_value)
-        self._exchange = exchange
+
+    def register_local_var(self, var: Any) -> None:
+        """Keep the gradient of `var` on its rank."""
+        self._exchange.keep_local([var])
 
     def build(self, variables: Sequence[Any]) -> None:
         """Create the inner optimizer's variables."""
@@ -93,18 +110,10 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         if not self.built:
             with tf.init_scope():
                 self.build(variables)
-        reduced = self._clipped(self._reduced(list(grads), unique_paths(variables)))
+        reduced = self._exchange.reduce(list(grads), variables, role=self.role, weight=self.local_weight)
+        reduced = self._clipped(reduced)
         with fused_updates(self.inner_optimizer):
             self.inner_optimizer.apply(reduced, variables)
-
-    def _reduced(self, gradients: list[Any], paths: list[str]) -> list[Any]:
-        collectives = self._exchange or current_exchange()
-        if self.local_weight is None:
-            return GradientReducer(collectives, self._options).reduce(gradients, paths, role=self.role)
-        weight = tf.cast(self.local_weight, tf.float32)
-        sums = [weighted(gradient, weight) for gradient in gradients]
-        reducer, totals = WeightedReducer(collectives, self._options), tf.expand_dims(weight, 0)
-        return reducer.reduce(sums, totals, paths, role=self.role)[0]
 
     def _clipped(self, gradients: list[Any]) -> list[Any]:
         scale = loss_scale_of(self.inner_optimizer)

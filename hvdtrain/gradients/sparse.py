@@ -24,7 +24,7 @@ def sum_duplicates(slices: tf.IndexedSlices) -> tf.IndexedSlices:
 
 
 def is_small(slices: tf.IndexedSlices) -> bool:
-    """Tell whether the table is so small that it is not worth asking how many of its rows were touched."""
+    """Return whether the table is too small to ask how many of its rows were touched."""
     size = table_bytes(slices)
     return size is not None and size <= SMALL_TABLE_BYTES
 
@@ -36,7 +36,7 @@ def table_bytes(slices: tf.IndexedSlices) -> int | None:
 
 
 def gathering_is_cheaper(slices: Sequence[tf.IndexedSlices], exchange: Collectives, name: str) -> list[tf.Tensor]:
-    """Tell for each table whether gathering rows moves fewer bytes than reducing the table; alike on all replicas.
+    """Return for each table whether gathering rows moves fewer bytes than reducing it; the same on all replicas.
 
     Of n replicas each receives (n - 1) / n of all rows with their indices when they are gathered, and twice
     (n - 1) / n of the table when it is reduced in a ring (Patarasuk and Yuan 2009). How many rows the others touched

@@ -1,34 +1,165 @@
 """A gradient tape whose gradients are those of all replicas."""
 
-from collections.abc import Sequence
-from dataclasses import replace
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Collectives
 from hvdtrain.backends.select import current_exchange
-from hvdtrain.config.training import CompressionName, ReduceOpName
-from hvdtrain.gradients.reduction import GradientReducer, ReductionOptions, reduction_options
-from hvdtrain.state.variables import as_written, path_of, unique_paths, unwrap
+from hvdtrain.compat.tensorflow import share_recording, tape_options
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.training import CompressionName
+from hvdtrain.gradients.collectives import Op
+from hvdtrain.gradients.gradient_exchange import GradientExchange, groups_of
+from hvdtrain.state.variables import as_written, unwrap
+
+_NONE = tf.UnconnectedGradients.NONE
 
 
-class DistributedGradientTape:
-    """Wraps a `tf.GradientTape`: `gradient()` returns gradients reduced over all ranks.
+class ReducingTape(tf.GradientTape):
+    """A `tf.GradientTape` whose `gradient` and `jacobian` are reduced by a `GradientExchange`.
 
-    Sources may be Keras 3 variables or tf.Variables, in nested structures, eagerly or within a
-    `tf.function`. Sparse gradients stay sparse, with the rows that several ranks touched added up.
+    Sources may be Keras variables, tf.Variables or tensors, in nested structures, eagerly or within a `tf.function`.
+    """
+
+    def __init__(
+        self,
+        tape: tf.GradientTape | None,
+        exchange: GradientExchange,
+        *,
+        persistent: bool = False,
+        watch_accessed_variables: bool = True,
+    ) -> None:
+        if tape is None:
+            super().__init__(persistent=persistent, watch_accessed_variables=watch_accessed_variables)
+        elif not isinstance(tape, tf.GradientTape):
+            raise ConfigError(
+                f"The first argument of DistributedGradientTape is a tf.GradientTape. Received: {type(tape).__name__}. "
+                "Name all others, such as persistent=True."
+            )
+        elif persistent or not watch_accessed_variables:
+            raise ConfigError(
+                "persistent and watch_accessed_variables are arguments of a new tape. Received: a tape to wrap. Pass "
+                "them to its tf.GradientTape."
+            )
+        else:
+            super().__init__(*tape_options(tape))
+            share_recording(self, tape)
+        self._exchange = exchange
+        self._is_local = False
+
+    def watch(self, tensor: Any) -> None:
+        """Record operations on `tensor`: Keras variables, tf.Variables or tensors, in nested structures."""
+        super().watch([_watched(each) for each in tf.nest.flatten(tensor)])
+
+    @as_written
+    def register_local_source(self, source: Any) -> None:
+        """Keep the gradient of `source`, a variable, on its rank."""
+        self._exchange.keep_local([source])
+
+    @as_written
+    def gradient(
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        unconnected_gradients: Any = _NONE,
+        use_generic_names: bool = False,
+    ) -> Any:
+        """Return d target / d sources, reduced over all replicas, in the structure of `sources`. Collective.
+
+        Args:
+            target: a tensor, or a nested structure of tensors.
+            sources: variables and tensors, in a nested structure.
+            output_gradients: upstream gradients, one for each tensor of `target`.
+            unconnected_gradients: `tf.UnconnectedGradients.NONE` or `ZERO`: what a source that `target` does not depend
+                on gets. With ZERO, a variable may be used on some ranks only.
+            use_generic_names: an argument of Horovod's, which has no effect: names never depend on those of ops.
+        """
+        options = (output_gradients, unconnected_gradients)
+        return self._reduced(super().gradient, target, sources, *options)
+
+    @as_written
+    def jacobian(
+        self,
+        target: Any,
+        sources: Any,
+        unconnected_gradients: Any = _NONE,
+        parallel_iterations: int | None = None,
+        experimental_use_pfor: bool = True,
+    ) -> Any:
+        """Return the Jacobian of `target`, of one shape on all ranks, reduced over all replicas. Collective.
+
+        It has the shape of `target` followed by that of the source. Arguments are those of `tf.GradientTape.jacobian`.
+        """
+        options = (unconnected_gradients, parallel_iterations, experimental_use_pfor)
+        return self._reduced(super().jacobian, target, sources, *options, role="jacobian")
+
+    def batch_jacobian(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: each row is the Jacobian of one of this rank's samples, of which ranks have different ones.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "batch_jacobian differentiates by this rank's own samples, and there is nothing to reduce over the ranks. "
+            "Call it on a tape of TensorFlow's: with tf.GradientTape(persistent=True) as tape: ...; "
+            "tape.batch_jacobian(target, source), and gradients by "
+            "hvdtrain.DistributedGradientTape(tape).gradient(loss, variables)."
+        )
+
+    @as_written
+    def get_local_and_global_gradients(
+        self, target: Any, sources: Sequence[Any], output_gradients: Any = None, use_generic_names: bool = False
+    ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
+        """Return (source, gradient) pairs of the local sources, and of the others. Collective."""
+        gradients = self.gradient(target, sources, output_gradients, use_generic_names=use_generic_names)
+        pairs = list(zip(sources, gradients, strict=True))
+        local = [pair for pair in pairs if self._exchange.is_local(pair[0])]
+        return local, [pair for pair in pairs if not self._exchange.is_local(pair[0])]
+
+    def _reduced(self, compute: Callable[..., Any], target: Any, sources: Any, *options: Any, role: str = "") -> Any:
+        """Reduce what `compute` returns; TensorFlow's Jacobian calls `gradient`, which is local meanwhile."""
+        flat = tf.nest.flatten(sources)
+        if self._is_local:
+            return compute(target, sources, *options)
+        with self._local():
+            local = compute(target, [_watched(source) for source in flat], *options)
+        return tf.nest.pack_sequence_as(sources, self._exchange.reduce(local, flat, role=role))
+
+    @contextmanager
+    def _local(self) -> Iterator[None]:
+        self._is_local = True
+        try:
+            yield
+        finally:
+            self._is_local = False
+
+
+class DistributedGradientTape(ReducingTape):
+    """A `tf.GradientTape`, or a wrapper of one, whose gradients are reduced over all ranks.
+
+    Sparse gradients stay sparse, with the rows that several ranks touched added up.
 
     Args:
-        tape: the tape to wrap; one that was recorded already, or a fresh one used as `with`.
-        op: `average` (default), `sum`, or `adasum` (MPI only).
-        compression: `none`, `fp16` or `bf16` on the wire.
-        groups: 0 lets every gradient leave as soon as it is there; n forms n groups that leave whole; lists of
-            variables name the groups.
-        sparse_as_dense: True turns tf.IndexedSlices into dense tensors before the exchange, False gathers their rows;
+        tape: a recorded tape to wrap; None: a new one, for a `with` block.
+        device_dense: device on which gradients are reduced.
+        device_sparse: the same, if `device_dense` is empty.
+        compression: `none`, or `fp16` or `bf16` on the wire with sums in 32 bits; Horovod's `Compression.fp16`, or a
+            class with `compress` and `decompress`.
+        sparse_as_dense: True converts tf.IndexedSlices to dense tensors before the exchange, False gathers their rows;
             None does, step by step, what moves fewer bytes.
+        op: `average`, `sum`, `adasum` (MPI only), `min`, `max` or `product`, or one of Horovod's constants.
         gradient_predivide_factor: with `average`, divide by it before the sum and by size / factor after.
+        num_groups: deprecated form of `groups`.
+        groups: 0 or None sends every gradient as soon as it is computed; n sends n groups; lists of variables name the
+            groups.
+        process_set: some of the ranks, as a process set of Horovod's; others keep their own gradients.
+        scale_local_gradients: divide the gradients of local sources by the number of ranks.
+        persistent: see `tf.GradientTape`; of a new tape.
+        watch_accessed_variables: see `tf.GradientTape`; of a new tape.
         exchange: the replicas; the current session's ranks if None.
 
     Raises:
@@ -39,61 +170,34 @@ class DistributedGradientTape:
     def __init__(
         self,
         tape: tf.GradientTape | None = None,
-        *,
-        op: ReduceOpName = "average",
-        compression: CompressionName = "none",
-        groups: int | Sequence[Sequence[Any]] = 0,
+        device_dense: str = "",
+        device_sparse: str = "",
+        compression: CompressionName | Any = "none",
         sparse_as_dense: bool | None = None,
+        op: Op = "average",
         gradient_predivide_factor: float = 1.0,
+        num_groups: int = 0,
+        groups: int | Sequence[Sequence[Any]] | None = None,
+        process_set: Any = None,
+        scale_local_gradients: bool = True,
+        *,
+        persistent: bool = False,
+        watch_accessed_variables: bool = True,
         exchange: Collectives | None = None,
     ) -> None:
-        named = groups if isinstance(groups, int) else tuple(tuple(path_of(v) for v in group) for group in groups)
-        self._options = reduction_options(
-            op,
+        reduction = GradientExchange(
+            op=op,
             compression=compression,
-            groups=named,
+            groups=groups_of(num_groups, groups),
             sparse_as_dense=sparse_as_dense,
-            gradient_predivide_factor=gradient_predivide_factor,
+            predivide=gradient_predivide_factor,
+            process_set=process_set,
+            collectives=exchange or (current_exchange() if process_set is None else None),
+            scale_local=scale_local_gradients,
+            device=device_dense or device_sparse,
         )
-        self._tape = tape if tape is not None else tf.GradientTape()
-        self._exchange = exchange or current_exchange()
-
-    def __enter__(self) -> Self:
-        self._tape.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._tape.__exit__(kind, error, trace)
-
-    def __getattr__(self, name: str) -> Any:
-        """Pass `watch`, `stop_recording` and the like on to the wrapped tape."""
-        return getattr(self._tape, name)
-
-    @as_written
-    def gradient(self, target: Any, sources: Any, output_gradients: Any = None) -> Any:
-        """Return d target / d sources, reduced over all ranks, in the structure of `sources`."""
-        flat = tf.nest.flatten(sources)
-        local = self._tape.gradient(target, [_watched(source) for source in flat], output_gradients)
-        names = unique_paths(flat)
-        reduced = GradientReducer(self._exchange, self._options_for(flat, names)).reduce(local, names)
-        return tf.nest.pack_sequence_as(sources, reduced)
-
-    def _options_for(self, sources: Sequence[Any], names: Sequence[str]) -> ReductionOptions:
-        """Return the options with groups of the names that `sources` have among themselves."""
-        if not self._options.named_groups:
-            return self._options
-        name_of = {path_of(s): name for s, name in zip(sources, names, strict=True) if not _is_tensor(s)}
-        groups = tuple(
-            tuple(name_of[path] for path in group if path in name_of) for group in self._options.named_groups
-        )
-        return replace(self._options, named_groups=groups)
-
-
-def _is_tensor(source: Any) -> bool:
-    return tf.is_tensor(source) and not isinstance(source, tf.Variable) and not hasattr(source, "path")
+        super().__init__(tape, reduction, persistent=persistent, watch_accessed_variables=watch_accessed_variables)
 
 
 def _watched(source: Any) -> Any:
-    return source if tf.is_tensor(source) else unwrap(source)
+    return unwrap(source) if hasattr(source, "assign") else source

@@ -6,197 +6,108 @@ Horovod's modules have their names here, too (`mpi_ops`, `compression`, `data.co
 of `tf.compat.v1`. Start with `optimizer.py`. The top room: nothing imports it, and it may import all rooms below `cli`.
 """
 
-from hvdtrain.horovod import compression, elastic, functions, gradient_aggregation, mpi_ops, sync_batch_norm, util
-from hvdtrain.horovod.basics import (
-    Adasum,
-    Average,
-    Compression,
-    Max,
-    Min,
-    ProcessSet,
-    Product,
-    Sum,
-    add_process_set,
-    ccl_built,
-    check_extension,
-    check_num_rank_power_of_2,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    global_process_set,
-    gloo_built,
-    gloo_enabled,
-    gpu_available,
-    handle_average_backwards_compatibility,
-    init,
-    is_homogeneous,
-    is_initialized,
-    join,
-    local_rank,
-    local_rank_op,
-    local_size,
-    local_size_op,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    process_set_included_op,
-    rank,
-    rank_op,
-    refs_to_vars,
-    remove_process_set,
-    rocm_built,
-    shutdown,
-    size,
-    size_op,
-    split_list,
-    start_timeline,
-    stop_timeline,
-    vars_to_refs,
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvdtrain.compat.horovod import script_utilities
+from hvdtrain.gradients.tape import ReducingTape
+from hvdtrain.horovod import (
+    basics,
+    collectives,
+    compression,
+    elastic,
+    functions,
+    gradient_aggregation,
+    mpi_ops,
+    sync_batch_norm,
+    util,
 )
-from hvdtrain.horovod.collectives import (
-    allgather,
-    allreduce,
-    alltoall,
-    broadcast,
-    broadcast_,
-    grouped_allgather,
-    grouped_allreduce,
-    grouped_reducescatter,
-    reducescatter,
-)
+from hvdtrain.horovod.basics import *  # noqa: F403
+from hvdtrain.horovod.basics import global_process_set
+from hvdtrain.horovod.collectives import *  # noqa: F403
+from hvdtrain.horovod.collectives import allreduce, grouped_allreduce
+from hvdtrain.horovod.functions import allgather_object, broadcast_object, broadcast_object_fn, broadcast_variables
 from hvdtrain.horovod.gradient_aggregation import LocalGradientAggregationHelper
-from hvdtrain.horovod.internals import (
-    _IS_TF2 as _IS_TF2,
-)
-from hvdtrain.horovod.internals import (
-    _allreduce as _allreduce,
-)
-from hvdtrain.horovod.internals import (
-    _allreduce_cond as _allreduce_cond,
-)
-from hvdtrain.horovod.internals import (
-    _cache as _cache,
-)
-from hvdtrain.horovod.internals import (
-    _DistributedAdasumOptimizer as _DistributedAdasumOptimizer,
-)
-from hvdtrain.horovod.internals import (
-    _DistributedGradientTape as _DistributedGradientTape,
-)
-from hvdtrain.horovod.internals import (
-    _DistributedOptimizer as _DistributedOptimizer,
-)
-from hvdtrain.horovod.internals import (
-    _executing_eagerly as _executing_eagerly,
-)
-from hvdtrain.horovod.internals import (
-    _get_default_graph as _get_default_graph,
-)
-from hvdtrain.horovod.internals import (
-    _global_variables as _global_variables,
-)
-from hvdtrain.horovod.internals import (
-    _grouped_allreduce as _grouped_allreduce,
-)
-from hvdtrain.horovod.internals import (
-    _grouped_allreduce_cond as _grouped_allreduce_cond,
-)
-from hvdtrain.horovod.internals import (
-    _grouped_reducescatter as _grouped_reducescatter,
-)
-from hvdtrain.horovod.internals import (
-    _LegacyOptimizer as _LegacyOptimizer,
-)
-from hvdtrain.horovod.internals import (
-    _make_allreduce_grads_fn as _make_allreduce_grads_fn,
-)
-from hvdtrain.horovod.internals import (
-    _make_subgraph as _make_subgraph,
-)
-from hvdtrain.horovod.internals import (
-    _reducescatter as _reducescatter,
-)
-from hvdtrain.horovod.objects import allgather_object, broadcast_object, broadcast_object_fn
 from hvdtrain.horovod.optimizer import DistributedOptimizer
 from hvdtrain.horovod.sync_batch_norm import SyncBatchNormalization
-from hvdtrain.horovod.tape import DistributedGradientTape, PartialDistributedGradientTape
+from hvdtrain.horovod.tape import DistributedGradientTape, PartialDistributedGradientTape, horovod_exchange
+from hvdtrain.horovod.v1.optimizer import AdasumOptimizer, SessionOptimizer
 from hvdtrain.horovod.v1.variables import BroadcastGlobalVariablesHook, broadcast_global_variables
-from hvdtrain.horovod.variables import broadcast_variables
+from hvdtrain.runtime.process_sets import is_included
 
 __all__ = [
-    "Adasum",
-    "Average",
+    *basics.__all__,
+    *collectives.__all__,
     "BroadcastGlobalVariablesHook",
-    "Compression",
     "DistributedGradientTape",
     "DistributedOptimizer",
     "LocalGradientAggregationHelper",
-    "Max",
-    "Min",
     "PartialDistributedGradientTape",
-    "ProcessSet",
-    "Product",
-    "Sum",
     "SyncBatchNormalization",
-    "add_process_set",
-    "allgather",
     "allgather_object",
-    "allreduce",
-    "alltoall",
-    "broadcast",
-    "broadcast_",
     "broadcast_global_variables",
     "broadcast_object",
     "broadcast_object_fn",
     "broadcast_variables",
-    "ccl_built",
-    "check_extension",
-    "check_num_rank_power_of_2",
     "compression",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
     "elastic",
     "functions",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
-    "gpu_available",
     "gradient_aggregation",
-    "grouped_allgather",
-    "grouped_allreduce",
-    "grouped_reducescatter",
-    "handle_average_backwards_compatibility",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
-    "join",
-    "local_rank",
-    "local_rank_op",
-    "local_size",
-    "local_size_op",
-    "mpi_built",
-    "mpi_enabled",
     "mpi_ops",
-    "mpi_threads_supported",
-    "nccl_built",
-    "process_set_included_op",
-    "rank",
-    "rank_op",
-    "reducescatter",
-    "refs_to_vars",
-    "remove_process_set",
-    "rocm_built",
-    "shutdown",
-    "size",
-    "size_op",
-    "split_list",
-    "start_timeline",
-    "stop_timeline",
     "sync_batch_norm",
     "util",
-    "vars_to_refs",
 ]
+
+# Names with a leading underscore that scripts take from `horovod.tensorflow`.
+_DistributedAdasumOptimizer = AdasumOptimizer
+_DistributedGradientTape = ReducingTape
+_DistributedOptimizer = SessionOptimizer
+_allreduce, _grouped_allreduce = mpi_ops._allreduce, mpi_ops._grouped_allreduce
+_reducescatter, _grouped_reducescatter = mpi_ops._reducescatter, mpi_ops._grouped_reducescatter
+_IS_TF2 = True
+_cache, _executing_eagerly, _make_subgraph = script_utilities()
+_LegacyOptimizer = tf.compat.v1.train.Optimizer
+_get_default_graph = tf.compat.v1.get_default_graph
+_global_variables = tf.compat.v1.global_variables
+
+
+def _make_allreduce_grads_fn(
+    name: str,
+    device_dense: str,
+    device_sparse: str,
+    compression: Any,
+    sparse_as_dense: bool,
+    op: int,
+    gradient_predivide_factor: float,
+    groups: Any,
+    process_set: Any,
+) -> Callable[..., list[Any]]:
+    """Return a function of a list of gradients, and of their variables, that reduces them."""
+    options = {**locals()}
+    exchange = horovod_exchange(options.pop("name"), **options)
+
+    def allreduce_grads(
+        grads: Sequence[Any], vars: Sequence[Any] | None = None, use_generic_names: bool = False
+    ) -> list[Any]:
+        """Return the reduced gradients, which are always matched by position."""
+        return exchange.reduce(grads, [None] * len(grads) if vars is None else vars)
+
+    return allreduce_grads
+
+
+def _allreduce_cond(tensor: Any, *args: Any, process_set: Any = global_process_set, **kwargs: Any) -> Any:
+    """Reduce a tensor over the ranks of `process_set`; on other ranks return it as it is."""
+    if not is_included(process_set):
+        return tensor
+    return allreduce(tensor, *args, **kwargs, process_set=process_set)  # type: ignore[misc]
+
+
+def _grouped_allreduce_cond(
+    tensors: Sequence[Any], *args: Any, process_set: Any = global_process_set, **kwargs: Any
+) -> Any:
+    """Reduce tensors together over the ranks of `process_set`; on other ranks return them as they are."""
+    if not is_included(process_set):
+        return tensors
+    return grouped_allreduce(tensors, *args, **kwargs, process_set=process_set)  # type: ignore[misc]

@@ -35,7 +35,6 @@ from horovod.tensorflow import (
     local_size_op,
     mpi_built,
     mpi_enabled,
-    mpi_ops,
     mpi_threads_supported,
     nccl_built,
     process_set_included_op,
@@ -52,6 +51,7 @@ from horovod.tensorflow import (
     stop_timeline,
     vars_to_refs,
 )
+from horovod.tensorflow import mpi_ops as _horovods
 
 from hvdtrain.config.errors import LoneRanksError
 from hvdtrain.config.runtime import RuntimeConfig
@@ -61,6 +61,7 @@ from hvdtrain.runtime.failures import show_alone
 from hvdtrain.runtime.horovod_patches import warn_if_unpatched
 from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.malloc import choose_malloc
+from hvdtrain.runtime.process_sets import is_elastic
 from hvdtrain.runtime.rendezvous import meet_and_wait
 from hvdtrain.runtime.tuning import ALONE, set_exchange_defaults
 from hvdtrain.runtime.world import refuse_lone_ranks
@@ -88,7 +89,6 @@ __all__ = [
     "gpu_available",
     "handle_average_backwards_compatibility",
     "init",
-    "is_elastic",
     "is_homogeneous",
     "is_initialized",
     "join",
@@ -114,11 +114,6 @@ __all__ = [
     "stop_timeline",
     "vars_to_refs",
 ]
-
-
-def is_elastic() -> bool:
-    """Whether the job is elastic: compiled functions must then not bake in the number of ranks."""
-    return bool(int(os.environ.get("HOROVOD_ELASTIC", "0")))
 
 
 def init(*args: Any, **kwargs: Any) -> None:
@@ -150,7 +145,7 @@ def _init(comm: Any = None, process_sets: Any = None) -> None:
         whole = [one for one in sets if comm is None and one.ranks == list(range(environment.size))]
     _refuse_duplicates(sets)
     apart = [one for one in sets if one not in whole]
-    mpi_ops.init(comm, process_sets if isinstance(process_sets, str) else apart)
+    _horovods.init(comm, process_sets if isinstance(process_sets, str) else apart)
     if comm is None and environment is not None:
         refuse_lone_ranks(environment, rank(), size())
     for one in whole:

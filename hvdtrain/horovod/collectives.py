@@ -2,25 +2,26 @@
 
 Improvements over Horovod's own:
 
-- within a compiled function they are neither merged nor constant-folded (`primitives.py`);
+- within a compiled function they are neither merged nor constant-folded;
+- they are matched by their names or their order, and not by the names of their inputs, which may differ by rank;
 - they accept Keras variables, and anything else that converts to a tensor;
-- bfloat16 travels as float32: moves are exact, reductions are rounded once, at the end;
-- uint32 and uint64 are moved as signed integers, bit by bit; they cannot be reduced;
+- bfloat16 is moved exactly; reductions are in float32 and rounded once, at the end;
+- uint32 and uint64 are moved bit by bit; they cannot be reduced;
 - a group may mix dtypes, and dense and sparse tensors;
 - each row of a sparse result occurs once, summed over the ranks.
 
-Their gradients are those that Horovod registers.
+Their gradients are those that Horovod registers. They differ from those of `hvdtrain.allgather` and the like by a
+factor: 1 / ranks for gathers and broadcasts, and the number of ranks for reduce-scatters.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
-from horovod.tensorflow import mpi_ops
+from horovod.tensorflow import mpi_ops as _horovods
 
 from hvdtrain.compat.tensorflow import is_resource_variable
-from hvdtrain.gradients.sparse import sum_duplicates
-from hvdtrain.horovod import primitives
+from hvdtrain.gradients import collectives as shared
 from hvdtrain.horovod.basics import (
     Adasum,
     Average,
@@ -32,12 +33,28 @@ from hvdtrain.horovod.basics import (
     mpi_enabled,
     size,
 )
-from hvdtrain.horovod.exchange import check_exists, size_of
-from hvdtrain.horovod.primitives import Call, Reduce, all_gather, all_reduce, reduce_scatter
+from hvdtrain.runtime.process_sets import (
+    check_exists,
+    collectives_among,
+    index_of_root,
+    is_elastic,
+    is_global,
+    one_over_size,
+    size_of,
+)
 from hvdtrain.state.variables import as_written, unwrap
 
-_Change = Callable[[tf.Tensor], tf.Tensor]
-_AS_SIGNED = {tf.uint32: tf.int32, tf.uint64: tf.int64}
+__all__ = [
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "broadcast",
+    "broadcast_",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_reducescatter",
+    "reducescatter",
+]
 
 
 @as_written
@@ -56,18 +73,11 @@ def allreduce(
 ) -> Any:
     """Reduce a tensor, or tf.IndexedSlices, elementwise over the ranks of `process_set`; the average by default.
 
-    Shape and dtype must agree on all ranks. `average` is the deprecated form of `op`.
+    Shape and dtype must agree on all ranks. `average` is the deprecated form of `op`. Name scopes are never part of the
+    name by which ranks match their calls, so that `ignore_name_scope` has no effect.
     """
-    op = handle_average_backwards_compatibility(op, average)
-    _check_op(op, process_set)
-    if isinstance(tensor, tf.IndexedSlices):
-        _check_sparse(op, prescale_factor, postscale_factor)
-        with tf.device(device_sparse):
-            return _rows(tensor, op=op, name=name, process_set=process_set, ignore_scope=ignore_name_scope)
-
-    how, call = Reduce(op, prescale_factor, postscale_factor), Call(name, ignore_name_scope, process_set)
-    with tf.device(device_dense):
-        return _compressed([tensor], compression, lambda packed: _each_dtype(packed, all_reduce, how, call))[0]
+    options = {**locals()}
+    return grouped_allreduce([options.pop("tensor")], **options)[0]
 
 
 @as_written
@@ -88,22 +98,26 @@ def grouped_allreduce(
     if not tensors:
         return tensors
     op = handle_average_backwards_compatibility(op, average)
-    _check_op(op, process_set)
+    group = _group(process_set, op)
+    called, averages = _called("allreduce", name, process_set), op == Average
     results = list(tensors)
     sparse = [i for i, tensor in enumerate(tensors) if isinstance(tensor, tf.IndexedSlices)]
     dense = [i for i in range(len(tensors)) if i not in sparse]
-
-    how, call = Reduce(op, prescale_factor, postscale_factor), Call(name, ignore_name_scope, process_set)
     with tf.device(device_sparse):
         for i in sparse:
             _check_sparse(op, prescale_factor, postscale_factor)
-            results[i] = _rows(
-                tensors[i], op=op, name=name and f"{name}_{i}", process_set=process_set, ignore_scope=ignore_name_scope
-            )
+            divisor = size_of(process_set) if averages else None
+            results[i] = shared.reduce_rows(tensors[i], group, name=f"{called}/rows{i}", divisor=divisor)
+
+    def reduce(own: list[tf.Tensor], name: str) -> list[tf.Tensor]:
+        # In an elastic job a compiled function may outlive the number of ranks.
+        divides = averages and is_elastic()
+        kind = "sum" if divides else shared.op_name(op)
+        sums = shared.all_reduce(own, group, name=name, op=kind, prescale=prescale_factor, postscale=postscale_factor)
+        return [_divided(total, process_set) for total in sums] if divides else sums
+
     with tf.device(device_dense):
-        reduced = _compressed(
-            [tensors[i] for i in dense], compression, lambda packed: _each_dtype(packed, all_reduce, how, call)
-        )
+        reduced = _compressed([tensors[i] for i in dense], compression, reduce, called)
     for i, result in zip(dense, reduced, strict=True):
         results[i] = result
     return results
@@ -125,8 +139,11 @@ def grouped_allgather(
     process_set: Any = global_process_set,
 ) -> list[Any]:
     """Gather several tensors; those of a dtype are sent together."""
-    call = Call(name, ignore_name_scope, process_set)
-    return _each_dtype([tf.convert_to_tensor(tensor) for tensor in tensors], all_gather, call, moves=True)
+    group = _group(process_set)
+    whole = [_averaging_backward(tf.convert_to_tensor(tensor), process_set) for tensor in tensors]
+    return shared.each_dtype(
+        whole, lambda own, name: shared.gather(own, group, name=name), _called("allgather", name, process_set)
+    )
 
 
 @as_written
@@ -138,9 +155,10 @@ def broadcast(
     process_set: Any = global_process_set,
 ) -> Any:
     """Return the tensor of `root_rank` (a global rank, even in a process set) on every rank."""
-    whole = tf.convert_to_tensor(tensor)
-    there, back = _stand_in(whole.dtype, moves=True)
-    return back(primitives.broadcast(there(whole), root_rank, Call(name, ignore_name_scope, process_set)))
+    group = _group(process_set)
+    whole = _averaging_backward(tf.convert_to_tensor(tensor), process_set)
+    called = _called("broadcast", name, process_set)
+    return shared.send(whole, group, root=index_of_root(root_rank, group), name=called)
 
 
 @as_written
@@ -154,8 +172,8 @@ def broadcast_(
     check_exists(process_set)
     tensors = [unwrap(variable) for variable in variables]
     if not all(is_resource_variable(tensor) for tensor in tensors):
-        return mpi_ops.broadcast_(tensors, root_rank, name, process_set)
-    sent = mpi_ops.MPI_LIB.horovod_broadcast_inplace_resource(
+        return _horovods.broadcast_(tensors, root_rank, name, process_set)
+    sent = _horovods.MPI_LIB.horovod_broadcast_inplace_resource(
         [tensor.handle for tensor in tensors],
         variable_names=[f"variable{place}" for place in range(len(tensors))],
         name=name,
@@ -178,12 +196,10 @@ def alltoall(
 
     With `splits`, also return the number of rows received from each rank.
     """
-    whole = tf.convert_to_tensor(tensor)
-    there, back = _stand_in(whole.dtype, moves=True)
-    # Empty splits mean equal numbers of rows.
-    parts = tf.cast(tf.convert_to_tensor([] if splits is None else splits), tf.int32)
-    output, received = primitives.all_to_all(there(whole), parts, Call(name, ignore_name_scope, process_set))
-    return back(output) if splits is None else (back(output), received)
+    rows = tf.cast(tf.convert_to_tensor([] if splits is None else splits), tf.int32)
+    group, called = _group(process_set), _called("alltoall", name, process_set)
+    output, received = shared.exchange_rows(tf.convert_to_tensor(tensor), rows, group, name=called)
+    return output if splits is None else (output, received)
 
 
 @as_written
@@ -199,9 +215,16 @@ def reducescatter(
     postscale_factor: float = 1.0,
 ) -> Any:
     """Reduce a tensor over the ranks and scatter it along dim 0; the first ranks get the remainder."""
-    how, call = Reduce(op, prescale_factor, postscale_factor), Call(name, ignore_name_scope, process_set)
-    with tf.device(device_dense):
-        return _compressed([tensor], compression, lambda packed: _each_dtype(packed, reduce_scatter, how, call))[0]
+    return _scattered(
+        [tensor],
+        device=device_dense,
+        compression=compression,
+        op=op,
+        name=name,
+        process_set=process_set,
+        prescale=prescale_factor,
+        postscale=postscale_factor,
+    )[0]
 
 
 @as_written
@@ -215,25 +238,59 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> Any:
     """Reduce and scatter several tensors; those of a dtype are sent together."""
+    return _scattered(
+        tensors,
+        device=device_dense,
+        compression=compression,
+        op=op,
+        name=None,
+        process_set=process_set,
+        prescale=prescale_factor,
+        postscale=postscale_factor,
+    )
+
+
+def _scattered(
+    tensors: Sequence[Any],
+    *,
+    device: str,
+    compression: Any,
+    op: int,
+    name: str | None,
+    process_set: Any,
+    prescale: float,
+    postscale: float,
+) -> Any:
     if not tensors:
         return tensors
-    how, call = Reduce(op, prescale_factor, postscale_factor), Call(process_set=process_set)
-    with tf.device(device_dense):
-        return _compressed(tensors, compression, lambda packed: _each_dtype(packed, reduce_scatter, how, call))
+    if op not in (Average, Sum):
+        raise ValueError("op currently only supports Average and Sum")
+    group, divides = _group(process_set), op == Average and is_elastic()
+    after = postscale if op == Sum or divides else postscale / group.size
+
+    def scatter(own: list[tf.Tensor], name: str) -> list[tf.Tensor]:
+        rows = [_without_rows(_averaging_backward(x, process_set, inverse=True)) for x in own]
+        shards = shared.reduce_scatter(rows, group, name=name, prescale=prescale, postscale=after)
+        return [_divided(shard, process_set) for shard in shards] if divides else shards
+
+    with tf.device(device):
+        return _compressed(tensors, compression, scatter, _called("reducescatter", name, process_set))
 
 
-def _check_op(op: int, process_set: Any) -> None:
-    """Refuse a process set that does not exist, and an Adasum that would hang or fail inside Horovod."""
-    check_exists(process_set)
-    process_set.size()  # raises for an id that Horovod does not know
-    if op != Adasum:
-        return
-    if process_set.process_set_id != global_process_set.process_set_id:
+def _group(process_set: Any, op: int = Sum) -> Any:
+    """Return the collectives of a process set, and refuse an Adasum that would hang or fail inside Horovod."""
+    group = collectives_among(process_set)
+    if op == Adasum and not is_global(process_set):
         raise NotImplementedError("Adasum does not support non-global process sets yet.")
-    if not check_num_rank_power_of_2(size()):
+    if op == Adasum and not check_num_rank_power_of_2(size()):
         raise NotImplementedError("Running Adasum with non-power of 2 ranks is not supported yet.")
-    if not mpi_enabled():
+    if op == Adasum and not mpi_enabled():
         raise NotImplementedError("Adasum needs MPI: start with mpirun, or horovodrun --mpi.")
+    return group
+
+
+def _called(kind: str, name: str | None, process_set: Any) -> str:
+    return shared.call_name(kind, name, process_set.process_set_id)
 
 
 def _check_sparse(op: int, prescale: float, postscale: float) -> None:
@@ -248,50 +305,39 @@ def _check_sparse(op: int, prescale: float, postscale: float) -> None:
         raise NotImplementedError("Pre/postscale_factor are not supported with tf.IndexedSlices")
 
 
-def _rows(slices: tf.IndexedSlices, op: int, name: str | None, process_set: Any, ignore_scope: bool) -> Any:
-    values = allgather(slices.values, name and f"{name}_values", ignore_scope, process_set)
-    indices = allgather(slices.indices, name and f"{name}_indices", ignore_scope, process_set)
-    if op == Average:  # before duplicates are added: small integers would overflow
-        values = _as_float(values)
-        values /= tf.cast(size_of(process_set), values.dtype)
-    return sum_duplicates(tf.IndexedSlices(values, indices, slices.dense_shape))
-
-
-def _as_float(tensor: tf.Tensor) -> tf.Tensor:
-    """Return integers as the floats that TensorFlow divides them in, as Horovod does; floats keep their dtype."""
-    return tensor if tensor.dtype.is_floating else tf.truediv(tensor, tf.ones((), tensor.dtype))
-
-
-def _compressed(tensors: Sequence[Any], compression: Any, reduce: Callable[[list[Any]], list[Any]]) -> list[Any]:
-    """Compress `tensors`, reduce them, and decompress the result."""
+def _compressed(
+    tensors: Sequence[Any], compression: Any, reduce: Callable[[list[tf.Tensor], str], list[tf.Tensor]], name: str
+) -> list[Any]:
+    """Compress `tensors`, reduce those of each dtype, and decompress the results."""
     pairs = [compression.compress(tf.convert_to_tensor(tensor)) for tensor in tensors]
-    reduced = reduce([packed for packed, _ in pairs])
+    reduced = shared.each_dtype([packed for packed, _ in pairs], reduce, name)
     return [compression.decompress(tensor, context) for tensor, (_, context) in zip(reduced, pairs, strict=True)]
 
 
-def _stand_in(
-    dtype: tf.DType, moves: bool
-) -> tuple[Callable[[tf.Tensor], tf.Tensor], Callable[[tf.Tensor], tf.Tensor]]:
-    """Return functions from `dtype` to a dtype that Horovod supports and back, for moves or else for reductions."""
-    if dtype == tf.bfloat16:
-        return lambda tensor: tf.cast(tensor, tf.float32), lambda tensor: tf.cast(tensor, tf.bfloat16)
-    if moves and dtype in _AS_SIGNED:
-        return lambda tensor: tf.bitcast(tensor, _AS_SIGNED[dtype]), lambda tensor: tf.bitcast(tensor, dtype)
-    return lambda tensor: tensor, lambda tensor: tensor
+def _divided(total: tf.Tensor, process_set: Any) -> tf.Tensor:
+    """Divide a sum by the number of ranks at run time."""
+    if total.dtype.is_floating:
+        return total * tf.cast(one_over_size(process_set), total.dtype)
+    return tf.cast(tf.cast(total, tf.float64) * one_over_size(process_set), total.dtype)
 
 
-def _each_dtype(
-    tensors: Sequence[tf.Tensor], function: Callable[..., list[tf.Tensor]], *options: Any, moves: bool = False
-) -> list[Any]:
-    """Call `function` once per dtype among `tensors`, preserving order; the last of `options` is the `Call`."""
-    *how, call = options
-    results: list[Any] = list(tensors)
-    dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors))
-    for dtype in dtypes:
-        there, back = _stand_in(dtype, moves)
-        places = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
-        own = call if len(dtypes) == 1 else call.child(dtype.name)
-        outputs = function([there(tensors[i]) for i in places], *how, own)
-        for i, output in zip(places, outputs, strict=True):
-            results[i] = back(output)
-    return results
+def _without_rows(tensor: tf.Tensor) -> tf.Tensor:
+    """Return `tensor`, in a graph of an elastic job without a static number of rows, which its shards may not keep."""
+    if not is_elastic() or tf.executing_eagerly():
+        return tensor
+    return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=[None, *tensor.shape[1:]])
+
+
+def _averaging_backward(tensor: tf.Tensor, process_set: Any, *, inverse: bool = False) -> tf.Tensor:
+    """Return `tensor`, whose gradient is divided by the number of ranks, or multiplied by it if `inverse`."""
+
+    @tf.custom_gradient
+    def passed(value: tf.Tensor) -> Any:
+        def backward(upstream: Any) -> tf.Tensor:
+            gradient = tf.convert_to_tensor(upstream)
+            count = tf.cast(size_of(process_set), gradient.dtype)
+            return gradient * count if inverse else gradient / count
+
+        return tf.identity(value), backward
+
+    return passed(tensor)

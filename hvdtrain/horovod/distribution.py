@@ -1,4 +1,4 @@
-"""Reduction and local aggregation of gradients in a wrapped optimizer, for either Keras."""
+"""Reduction and local aggregation of gradients in a wrapped optimizer of either Keras."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -7,11 +7,12 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.gradients.collectives import LINEAR
+from hvdtrain.gradients.gradient_exchange import GradientExchange
 from hvdtrain.gradients.gradient_sum import GradientSum
 from hvdtrain.gradients.reduction import Gradient, scaled
-from hvdtrain.horovod.basics import Average, Sum
-from hvdtrain.horovod.reduction import Reduction
 from hvdtrain.runtime.compiled import outermost_graph
+from hvdtrain.state.variables import as_written
 
 Apply = Callable[[list[Gradient]], Any]
 
@@ -33,7 +34,7 @@ def mark_reduced(gradients: list[Gradient]) -> list[Gradient]:
 
 
 def are_reduced(gradients: Sequence[Gradient]) -> bool:
-    """Whether all `gradients` were marked."""
+    """Return whether all `gradients` were marked."""
     there = [gradient for gradient in gradients if gradient is not None]
     return bool(there) and all(getattr(gradient, "_hvdtrain_reduced", False) for gradient in there)
 
@@ -42,17 +43,17 @@ class Distribution:
     """Reduces gradients for a wrapped optimizer, every `passes` calls.
 
     Args:
-        reduction: how gradients are reduced.
+        exchange: how gradients are reduced.
         passes: calls whose gradients are summed locally before one exchange.
         average: divide that sum by the number of passes.
     """
 
-    def __init__(self, reduction: Reduction, passes: int = 1, average: bool = False) -> None:
-        if reduction.op not in (Average, Sum):
+    def __init__(self, exchange: GradientExchange, passes: int = 1, average: bool = False) -> None:
+        if exchange.op_name not in LINEAR:
             raise ConfigError("op currently only supports Average and Sum")
         if passes < 1:
             raise ConfigError(f"backward_passes_per_step must be at least 1. Received: {passes}.")
-        self.reduction = reduction
+        self.exchange = exchange
         self.passes = passes
         self._average = average
         self._sum: GradientSum | None = None
@@ -75,7 +76,7 @@ class Distribution:
         self._computed_in = [outermost_graph()]
 
     def has_reduced(self, gradients: Sequence[Gradient]) -> bool:
-        """Whether `gradients`, which are about to be applied, are those that were computed and reduced before.
+        """Return whether `gradients`, which are about to be applied, were reduced when they were computed.
 
         They bear a mark. One that was clipped since has lost it: an average may be reduced once more, but a sum would
         grow.
@@ -86,7 +87,7 @@ class Distribution:
         if are_reduced(gradients):
             self._computed_in = None
             return True
-        if self._computed_in is None or self.reduction.op != Sum:
+        if self._computed_in is None or self.exchange.op_name != "sum":
             return False
         if self._computed_in != [outermost_graph()]:
             raise ConfigError(
@@ -104,13 +105,13 @@ class Distribution:
         `iterations` counts every call, as with Horovod: learning-rate schedules advance while gradients accumulate.
         """
         if self.passes == 1:
-            apply(self.reduction.reduce(gradients, variables))
+            apply(self.exchange.reduce(gradients, variables))
             return
         kept, count = self._buffers(variables), self.counter
         kept.add(gradients, first=tf.equal(count, 0))
 
         def whole() -> tf.Tensor:
-            reduced = self.reduction.reduce(kept.read(), variables)
+            reduced = self.exchange.reduce(kept.read(), variables)
             factor = 1.0 / self.passes if self._average else 1.0
             apply([scaled(gradient, factor) for gradient in reduced])
             count.assign(0)
@@ -148,3 +149,71 @@ def distribution_of(optimizer: Any) -> Distribution | None:
             return found
         optimizer = getattr(optimizer, "inner_optimizer", None)
     return None
+
+
+class HorovodNames:
+    """Mixin of a wrapped optimizer: gradients that are reduced when they are computed, local variables, helpers.
+
+    `apply_gradients` does not reduce again what these methods return.
+    """
+
+    distribution: Distribution
+
+    @as_written
+    def compute_gradients(self, loss: Any, var_list: Any, tape: Any = None) -> list[tuple[Any, Any]]:
+        """Return (reduced gradient, variable) pairs; `loss` is a function, or a value that `tape` recorded.
+
+        With backward_passes_per_step, and within a LossScaleOptimizer, gradients are this rank's still, and reduced
+        when they are applied.
+        """
+        return self._compute_gradients(loss, var_list, None, tape)
+
+    @as_written
+    def _compute_gradients(
+        self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None
+    ) -> list[tuple[Any, Any]]:
+        gradients, variables = self._local_gradients(loss, var_list, grad_loss, tape)
+        if self.distribution.passes > 1 or self._is_scaled:
+            return list(zip(gradients, variables, strict=True))
+        self.distribution.note_computed()
+        return list(zip(self._allreduce(gradients, variables), variables, strict=True))
+
+    @property
+    def _is_scaled(self) -> bool:
+        """Whether an optimizer around this one scales the loss, and divides gradients by the scale."""
+        return False
+
+    def _local_gradients(self, loss: Any, var_list: Any, grad_loss: Any, tape: Any) -> tuple[Any, Any]:
+        """Return this rank's gradients, and the variables."""
+        raise NotImplementedError
+
+    @as_written
+    def get_gradients(self, loss: Any, params: Sequence[Any]) -> list[Gradient]:
+        """Return the reduced gradients of an optimizer that computes them itself, by a `get_gradients` of its own."""
+        own = getattr(super(), "get_gradients", None)
+        if own is None:
+            raise AttributeError(
+                f"{type(self).__name__} has no get_gradients, which belongs to the graphs of TensorFlow 1. Use "
+                "compute_gradients(loss, var_list, tape), or minimize."
+            )
+        gradients = own(loss, params)
+        return list(gradients) if self.distribution.passes > 1 else self._allreduce(gradients, params)
+
+    @as_written
+    def _allreduce(self, grads: Sequence[Gradient], vars: Sequence[Any]) -> list[Gradient]:
+        """Return the reduced gradients of `vars`."""
+        return mark_reduced(self.distribution.exchange.reduce(list(grads), list(vars)))
+
+    def register_local_var(self, var: Any) -> None:
+        """Leave the gradient of `var` on its rank."""
+        self.distribution.exchange.keep_local([var])
+
+    @property
+    def process_set(self) -> Any:
+        """The ranks that reduce."""
+        return self.distribution.exchange.process_set
+
+    @property
+    def _agg_helper(self) -> Distribution | None:
+        """The local aggregation, with a `counter` of passes; None without backward_passes_per_step."""
+        return self.distribution if self.distribution.passes > 1 else None

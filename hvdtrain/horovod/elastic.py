@@ -13,8 +13,7 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.horovod.basics import init, rank, shutdown
 from hvdtrain.horovod.distribution import distribution_of
 from hvdtrain.horovod.flavour import optimizers, refuse_other_keras
-from hvdtrain.horovod.objects import broadcast_object, broadcast_object_fn
-from hvdtrain.horovod.variables import broadcast_variables
+from hvdtrain.horovod.functions import broadcast_object, broadcast_object_fn, broadcast_variables
 from hvdtrain.runtime.consequences import is_cut_off
 from hvdtrain.state.variables import unwrap
 

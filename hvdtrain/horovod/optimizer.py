@@ -1,4 +1,8 @@
-"""DistributedOptimizer with the arguments of `horovod.tensorflow`, `horovod.tensorflow.keras` and `horovod.keras`."""
+"""DistributedOptimizer with the arguments of `horovod.tensorflow`, `horovod.tensorflow.keras` and `horovod.keras`.
+
+As in Horovod, a wrapped Keras optimizer is an instance of a subclass of the original class, with its attributes, slots
+and configuration: a model saved with it loads without Horovod.
+"""
 
 from typing import Any
 
@@ -6,11 +10,10 @@ import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.horovod.basics import Adasum, Average, Compression, global_process_set
-from hvdtrain.horovod.distribution import Distribution
-from hvdtrain.horovod.reduction import Reduction, groups_of
-from hvdtrain.horovod.tape import variables_of
+from hvdtrain.horovod.distribution import Distribution, distribution_of
+from hvdtrain.horovod.flavour import keras, optimizers, refuse_other_keras
+from hvdtrain.horovod.tape import horovod_exchange, variables_of
 from hvdtrain.horovod.v1.optimizer import session_optimizer
-from hvdtrain.horovod.wrapped import distributed
 
 
 def DistributedOptimizer(
@@ -34,43 +37,15 @@ def DistributedOptimizer(
 
     The latter reduces in `compute_gradients`, and so in `minimize`. `use_locking` is for it alone.
     """
-    if isinstance(optimizer, tf.compat.v1.train.Optimizer):
-        return session_optimizer(
-            optimizer,
-            op,
-            process_set,
-            name=name,
-            use_locking=use_locking,
-            device_dense=device_dense,
-            device_sparse=device_sparse,
-            compression=compression,
-            sparse_as_dense=sparse_as_dense,
-            gradient_predivide_factor=gradient_predivide_factor,
-            backward_passes_per_step=backward_passes_per_step,
-            average_aggregated_gradients=average_aggregated_gradients,
-            groups=groups_of(num_groups, groups),
-            scale_local_gradients=scale_local_gradients,
-        )
+    options = {**locals()}
+    plain, use_locking = options.pop("optimizer"), options.pop("use_locking")
+    if isinstance(plain, tf.compat.v1.train.Optimizer):
+        return session_optimizer(plain, use_locking=use_locking, **options)
     if op == Adasum:
         raise ConfigError(
             "op == Adasum is not supported yet with Keras: use hvd.DistributedGradientTape(tape, op=hvd.Adasum)."
         )
-    return keras_optimizer(
-        optimizer,
-        name=name,
-        device_dense=device_dense,
-        device_sparse=device_sparse,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        gradient_predivide_factor=gradient_predivide_factor,
-        op=op,
-        backward_passes_per_step=backward_passes_per_step,
-        average_aggregated_gradients=average_aggregated_gradients,
-        num_groups=num_groups,
-        groups=groups,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
-    )
+    return keras_optimizer(plain, **options)
 
 
 def keras_optimizer(
@@ -115,18 +90,10 @@ def keras_optimizer(
     Raises:
         ConfigError: options that Horovod refuses, not an optimizer of this process's Keras, or one wrapped already.
     """
-    reduction = Reduction(
-        role=name or f"Distributed{type(optimizer).__name__}",
-        op=op,
-        compression=compression,
-        groups=groups_of(num_groups, groups),
-        sparse_as_dense=sparse_as_dense,
-        predivide=gradient_predivide_factor,
-        process_set=process_set,
-        scale_local=scale_local_gradients,
-        device_dense=device_dense or device_sparse,
-    )
-    return distributed(optimizer, Distribution(reduction, backward_passes_per_step, average_aggregated_gradients))
+    options = {**locals()}
+    plain, name = options.pop("optimizer"), options.pop("name") or f"Distributed{type(optimizer).__name__}"
+    passes, averages = options.pop("backward_passes_per_step"), options.pop("average_aggregated_gradients")
+    return _wrapped(plain, Distribution(horovod_exchange(name, **options), passes, averages))
 
 
 def partial_keras_optimizer(
@@ -144,18 +111,49 @@ def partial_keras_optimizer(
     scale_local_gradients: bool = True,
 ) -> Any:
     """Wrap an optimizer as `DistributedOptimizer` does; gradients of `local_layers`, which are built, stay local."""
-    wrapped = keras_optimizer(
-        optimizer,
-        name=name,
-        device_dense=device_dense,
-        device_sparse=device_sparse,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        gradient_predivide_factor=gradient_predivide_factor,
-        op=op,
-        groups=groups,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
-    )
-    wrapped.distribution.reduction.keep_local(variables_of(local_layers))
+    options = {**locals()}
+    local = variables_of(options.pop("local_layers"))
+    wrapped = keras_optimizer(**options)
+    wrapped.distribution.exchange.keep_local(local)
     return wrapped
+
+
+def _wrapped(optimizer: Any, distribution: Distribution) -> Any:
+    """Return an optimizer of the class, configuration and state of `optimizer` that reduces gradients first.
+
+    Raises:
+        ConfigError: not an optimizer of this process's Keras, or one that reduces already.
+    """
+    _check_optimizer(optimizer)
+    kind = optimizer.__class__
+    said = {"__module__": kind.__module__, "__doc__": kind.__doc__, **optimizers.names_of(kind)}
+    wrapped: Any = type(kind.__name__, (optimizers.Distributed, kind), said)
+    _register_alike(wrapped, kind)
+    twin = optimizers.twin_of(optimizer, wrapped)
+    twin.distribution = distribution
+    optimizers.reduce_before_loss_scaling()
+    return twin
+
+
+def _register_alike(wrapped: Any, kind: Any) -> None:
+    """Register `wrapped` so that Keras saves it under the name of `kind`, and loads `kind` by it."""
+    package, registered, name = keras.saving.get_registered_name(kind).rpartition(">")
+    if registered:
+        for each in (wrapped, kind):  # the last one is what is loaded
+            keras.saving.register_keras_serializable(package, name)(each)
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if isinstance(optimizer, tf.compat.v1.train.Optimizer):
+        raise ConfigError(
+            "hvdtrain.horovod.keras wraps optimizers of Keras. Received: tf.compat.v1.train."
+            f"{type(optimizer).__name__}. Wrap it with hvdtrain.horovod.DistributedOptimizer."
+        )
+    if not isinstance(optimizer, optimizers.KINDS):
+        refuse_other_keras(optimizer)
+        kind = type(optimizer)
+        raise ConfigError(
+            f"DistributedOptimizer wraps optimizers of Keras. Received: {kind.__module__}.{kind.__name__}."
+        )
+    if distribution_of(optimizer) is not None:
+        raise ConfigError("This optimizer reduces gradients already: pass the one that was wrapped.")

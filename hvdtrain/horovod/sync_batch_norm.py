@@ -4,9 +4,9 @@ from typing import Any
 
 from hvdtrain.backends.protocol import Collectives
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.horovod.basics import Sum, global_process_set, is_elastic, rank, size
-from hvdtrain.horovod.exchange import exchange_among
+from hvdtrain.horovod.basics import Sum, global_process_set, rank, size
 from hvdtrain.horovod.flavour import keras, layers
+from hvdtrain.runtime.process_sets import collectives_among, is_elastic
 
 __all__ = ["Sum", "SyncBatchNormalization", "rank", "size"]
 
@@ -30,4 +30,4 @@ class SyncBatchNormalization(layers.SyncBatchNormalization):
         """Return the collectives among all ranks; None if there is one rank and the job is not elastic."""
         if self.exchange is not None:
             return super().replicas()
-        return exchange_among(global_process_set) if is_elastic() or size() > 1 else None
+        return collectives_among(global_process_set) if is_elastic() or size() > 1 else None

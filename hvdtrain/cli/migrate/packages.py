@@ -113,6 +113,9 @@ def members_of(module: str) -> dict[str, ast.stmt]:
             continue
         if isinstance(node, ast.Import | ast.ImportFrom):
             members |= {alias.asname or alias.name.split(".")[0]: node for alias in node.names}
+            package = _package(node, module) if isinstance(node, ast.ImportFrom) else ""
+            if node.names[0].name == "*" and package.startswith(FACE):
+                members |= {name: each for name, each in members_of(package).items() if not name.startswith("_")}
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             names = (each for target in targets for each in ast.walk(target))

@@ -12,7 +12,7 @@ from horovod.runner.common.util import secret
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.horovod.basics import init, rank, size
 from hvdtrain.horovod.data.compute_service import TfDataServiceConfig, compute_worker_fn
-from hvdtrain.horovod.objects import broadcast_object
+from hvdtrain.horovod.functions import broadcast_object
 
 __all__ = ["ComputeService", "TfDataServiceConfig", "compute_worker_fn", "main"]
 

@@ -20,8 +20,8 @@ if IS_LEGACY:
 else:
     import keras
 
-    from hvdtrain.horovod.flavour import keras3_layers as layers  # type: ignore[no-redef]
     from hvdtrain.horovod.flavour import keras3_optimizers as optimizers  # type: ignore[no-redef]
+    from hvdtrain.layers import sync_batch_norm as layers  # type: ignore[no-redef]
 
 __all__ = ["IS_LEGACY", "keras", "layers", "optimizers", "refuse_other_keras"]
 

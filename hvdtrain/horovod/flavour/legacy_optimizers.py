@@ -9,8 +9,7 @@ import tf_keras
 
 from hvdtrain.compat import tf_keras as compat
 from hvdtrain.gradients.reduction import Gradient
-from hvdtrain.horovod.distribution import CallableList, Distribution
-from hvdtrain.horovod.flavour.horovod_names import HorovodNames
+from hvdtrain.horovod.distribution import CallableList, Distribution, HorovodNames
 from hvdtrain.optim.averaging import innermost
 from hvdtrain.state.variables import as_written
 

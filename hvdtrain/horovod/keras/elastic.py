@@ -4,7 +4,7 @@ from typing import Any
 
 from hvdtrain.compat.horovod import keras_elastic_callbacks
 from hvdtrain.horovod.elastic import TensorFlowKerasState, run
-from hvdtrain.horovod.keras.base import Callback
+from hvdtrain.horovod.keras.callbacks import Callback
 
 __all__ = [
     "CommitStateCallback",

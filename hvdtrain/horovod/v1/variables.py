@@ -1,4 +1,4 @@
-"""Broadcasting of variables in graphs that a session runs."""
+"""Broadcast of variables in graphs that a session runs."""
 
 import zlib
 from collections.abc import Sequence
@@ -10,8 +10,14 @@ import tensorflow as tf
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.horovod.basics import global_process_set
 from hvdtrain.horovod.collectives import allgather, broadcast
-from hvdtrain.horovod.exchange import is_included
 from hvdtrain.runtime.collectives import collective_name
+from hvdtrain.runtime.process_sets import is_included
+
+
+def in_session_graph() -> bool:
+    """Return whether ops are being added to a graph of TensorFlow 1, which a session runs later."""
+    # Branches of a tf.cond, and functions, are graphs of their own: what surrounds them decides.
+    return not tf.compat.v1.executing_eagerly_outside_functions()
 
 
 class EagerError(ConfigError, RuntimeError):

@@ -223,14 +223,14 @@ def test_what_is_of_tf_keras_is_refused():
 def test_groups_by_their_older_name():
     with pytest.warns(DeprecationWarning, match="num_groups"):
         wrapped = hvd.DistributedOptimizer(keras.optimizers.SGD(), num_groups=2)
-    assert wrapped.distribution.reduction.groups == 2
+    assert wrapped.distribution.exchange.groups == 2
 
 
 def test_local_layers_must_be_layers():
     layer = keras.layers.Dense(1)
     layer.build((None, 2))
     optimizer = hvd_keras.PartialDistributedOptimizer(keras.optimizers.SGD(), local_layers=layer)
-    assert len(optimizer.distribution.reduction.local) == 2
+    assert len(optimizer.distribution.exchange.local) == 2
     with pytest.raises(ConfigError, match="All local layers must be"):
         hvd_keras.PartialDistributedOptimizer(keras.optimizers.SGD(), local_layers=[3])
     with pytest.raises(ConfigError, match="All local layers must be"):

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import hvdtrain.horovod.keras as hvd
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.horovod.flavour.keras2_names import Keras2Names, Refused
+from hvdtrain.horovod.flavour.keras3_optimizers import Keras2Names, Refused
 
 K = tf.keras.backend
 

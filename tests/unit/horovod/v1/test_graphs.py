@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from hvdtrain.horovod.v1.graphs import in_session_graph
+from hvdtrain.horovod.v1.variables import in_session_graph
 
 
 def seen_in_a_function():
