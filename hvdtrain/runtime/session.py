@@ -35,7 +35,7 @@ from hvdtrain.runtime.mesh import Mesh
 from hvdtrain.runtime.parameter_server import roles_of
 from hvdtrain.runtime.startup import end_iterators_at_once, import_tensorflow
 from hvdtrain.runtime.strategies import OpenStrategy, open_strategy, prepare_devices
-from hvdtrain.runtime.tracing.trace import Place, Trace
+from hvdtrain.runtime.tracing.trace import Trace
 from hvdtrain.runtime.tuning import FUSION_THRESHOLD, fuse_nothing, lose_silent_ranks, outlast_hangs
 from hvdtrain.runtime.world import World, open_world
 
@@ -215,15 +215,7 @@ def open_session(link: Link, config: RuntimeConfig, facts: Mapping[str, str] | N
     limit_silence = lose_silent_ranks if environment.elastic else outlast_hangs
     limit_silence(os.environ, config.hang_timeout)
     if link.trace is not None:
-        entered = 1 if link.worlds is None else link.worlds.entered
-        place = Place(
-            rank=environment.rank,
-            size=environment.size,
-            host=environment.hostname,
-            world=entered,
-            elastic=environment.elastic,
-        )
-        link.trace.prepare(place)
+        link.trace.prepare(environment, world=1 if link.worlds is None else link.worlds.entered)
     world = open_world(
         link.control,
         environment,

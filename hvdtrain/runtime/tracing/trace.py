@@ -7,8 +7,8 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, MutableMapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +16,25 @@ from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.config.observability import TraceConfig
 from hvdtrain.runtime.control.channel import ControlChannel, gather
 from hvdtrain.runtime.hang.signs import Activity, Phase
+from hvdtrain.runtime.launchers import Environment
 from hvdtrain.runtime.logs import LOGGER
-from hvdtrain.runtime.tracing.merge import PARTS, Offset, clock_offset, merge_parts, parts_folder
+from hvdtrain.runtime.tracing.merge import PARTS, merge_parts, parts_folder, read_profiles
 
 TIMELINE = "HOROVOD_TIMELINE"
 DYNAMIC = "DYNAMIC"
 SHORTEST_US = 50.0
 """Of what is recorded besides steps: two lines of a trace cost more to draw than they tell."""
 TIMEOUT_S = 600.0
+ROUNDS = 8
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a rank stands in one world of the job."""
+class Offset:
+    """What is added to a rank's clock to get that of rank 0."""
 
-    rank: int
-    size: int
-    host: str
-    world: int
-    """Of an elastic job, from 1."""
-    elastic: bool = False
+    microseconds: float = 0.0
+    uncertainty: float = 0.0
+    """The true offset is at most so many µs away."""
 
 
 class Trace:
@@ -59,7 +58,8 @@ class Trace:
         self._theirs = environ.get(TIMELINE)
         """Where the user has Horovod record, if at all."""
         self._horovod: Path | None = None
-        self._place: Place | None = None
+        self._place: Environment | None = None
+        self._world = 1
         self._profiles: Path | None = None
         self._profiled = False
         self._shift = _wall_minus_monotonic()
@@ -68,21 +68,26 @@ class Trace:
         """Return the time in ns, by a clock that never jumps: all ranks of a host have the same."""
         return time.monotonic_ns() + self._shift
 
-    def prepare(self, place: Place) -> None:
+    def prepare(self, environment: Environment, *, world: int = 1) -> None:
         """Let Horovod, which is about to start, record; it does so on rank 0 alone.
+
+        Args:
+            environment: this rank's place.
+            world: number of this world of an elastic job, from 1.
 
         Raises:
             ConfigError: a rank to be profiled does not exist, or the file cannot be written.
         """
-        beyond = [rank for rank in self.config.profile_ranks if rank >= place.size]
+        beyond = [rank for rank in self.config.profile_ranks if rank >= environment.size]
         if beyond:
             raise ConfigError(
-                f"{opt('profile_ranks')} names ranks of the job, of which there are {place.size}, from 0. "
+                f"{opt('profile_ranks')} names ranks of the job, of which there are {environment.size}, from 0. "
                 f"Received: {beyond[0]}."
             )
-        first, self._place = self._place is None, place
+        first = self._place is None
+        self._place, self._world = environment, world
         try:
-            if first and place.rank == 0 and not place.elastic:
+            if first and environment.rank == 0 and not environment.elastic:
                 shutil.rmtree(self._folder, ignore_errors=True)  # of a job that died
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -90,7 +95,7 @@ class Trace:
                 f"{opt('timeline', self.config.timeline)} cannot be written: {error.strerror}. Name another file."
             ) from error
         if self._theirs in (None, DYNAMIC):
-            self._horovod = self._folder / f"horovod-{place.world}-{os.getpid()}.json"
+            self._horovod = self._folder / f"horovod-{world}-{os.getpid()}.json"
             self._environ[TIMELINE] = str(self._horovod.absolute())
         else:
             self._horovod = Path(str(self._theirs))
@@ -98,34 +103,29 @@ class Trace:
     def begin(self, control: ControlChannel) -> None:
         """Compare the clocks, and begin the file of this world; every rank calls it."""
         assert self._place is not None, "prepared before"
-        worlds = control.exchange(str(self._place.world).encode(), timeout=TIMEOUT_S)
-        self._place = replace(self._place, world=max(map(int, worlds)))  # a process that has joined counts from 1
-        self._agree_on_shift(control, self._place.host)
-        offset = clock_offset(control, self._place.host, timeout=TIMEOUT_S, clock=self.now)
+        rank, host = self._place.rank, self._place.hostname
+        everyone = gather(control, [self._world, host, _wall_minus_monotonic()], timeout=TIMEOUT_S)
+        self._world = max(world for world, _, _ in everyone)  # a process that has joined counts from 1
+        self._shift = next(shift for _, name, shift in everyone if name == host)  # that of the host's first rank
+        offset = clock_offset(control, [name for _, name, _ in everyone], timeout=TIMEOUT_S, clock=self.now)
         self.close()
-        path = self._folder / f"rank-{self._place.world}-{self._place.rank}-{os.getpid()}{PARTS}"
+        header = {
+            "name": f"rank {rank} ({host})",
+            "rank": rank,
+            "size": self._place.size,
+            "host": host,
+            "world": self._world,
+            "process": os.getpid(),
+            "offset_us": offset.microseconds,
+            "uncertainty_us": offset.uncertainty,
+            "horovod": None if rank or self._horovod is None else str(self._horovod.absolute()),
+        }
+        path = self._folder / f"rank-{self._world}-{rank}-{os.getpid()}{PARTS}"
         with self._lock:
             self._rows = {}
             self._file = path.open("w", encoding="utf-8", buffering=1)
             self._file.write("[\n")
-            self._write({"name": "process_name", "ph": "M", "args": self._header(offset)})
-
-    def _agree_on_shift(self, control: ControlChannel, host: str) -> None:
-        """Take the difference of the wall clock and the steady one from the first rank of this host."""
-        shifts = gather(control, [host, _wall_minus_monotonic()], timeout=TIMEOUT_S)
-        self._shift = next(shift for name, shift in shifts if name == host)
-
-    def _header(self, offset: Offset) -> dict[str, Any]:
-        assert self._place is not None
-        horovod = self._horovod if self._place.rank == 0 else None
-        return {
-            "name": f"rank {self._place.rank} ({self._place.host})",
-            **asdict(self._place),
-            "process": os.getpid(),
-            "offset_us": offset.microseconds,
-            "uncertainty_us": offset.uncertainty,
-            "horovod": None if horovod is None else str(horovod.absolute()),
-        }
+            self._write({"name": "process_name", "ph": "M", "args": header})
 
     def record(self, name: str, begin_ns: int, end_ns: int, *, row: str = "training") -> None:
         """Record what this rank did from `begin_ns` to `end_ns`, by `now`."""
@@ -135,14 +135,13 @@ class Trace:
         """Record an event with a name, a time and a duration in µs, and the row in which it is drawn."""
         kept = {name: value for name, value in event.items() if name != "row"}
         with self._lock, contextlib.suppress(OSError, ValueError):  # a full disk
-            if self._file is not None:
-                self._write({**kept, "ph": "X", "tid": self._row(event["row"])})
-
-    def _row(self, name: str) -> int:
-        if name not in self._rows:
-            self._rows[name] = len(self._rows) + 1
-            self._write({"name": "thread_name", "ph": "M", "tid": self._rows[name], "args": {"name": name}})
-        return self._rows[name]
+            if self._file is None:
+                return
+            row = event["row"]
+            if row not in self._rows:
+                self._rows[row] = len(self._rows) + 1
+                self._write({"name": "thread_name", "ph": "M", "tid": self._rows[row], "args": {"name": row}})
+            self._write({**kept, "ph": "X", "tid": self._rows[row]})
 
     def _write(self, event: dict[str, Any]) -> None:
         self._file.write(json.dumps({**event, "pid": os.getpid()}) + ",\n")
@@ -170,12 +169,10 @@ class Trace:
             return
         import tensorflow as tf
 
-        from hvdtrain.runtime.tracing.merge import events_of
-
         folder, self._profiles, self._profiled = self._profiles, None, True
         tf.profiler.experimental.stop()
         moved = (self._shift - _wall_minus_monotonic()) / 1000
-        for event in events_of(folder):
+        for event in read_profiles(folder):
             self.record_event({**event, "ts": event["ts"] + moved})
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -186,7 +183,9 @@ class Trace:
         if steps is not None and not self._profiled:
             LOGGER.warning(f"there was no step {steps[0]}: nothing was profiled.")
         self.close()
-        mine = {path.name: path.read_text(encoding="utf-8") for path in self._own_parts()}
+        mine = {
+            path.name: path.read_text(encoding="utf-8") for path in self._folder.glob(f"rank-*-{os.getpid()}{PARTS}")
+        }
         everyone = gather(control, mine, timeout=TIMEOUT_S)
         if control.rank == 0:
             for theirs in everyone:
@@ -197,9 +196,6 @@ class Trace:
             LOGGER.info(f"the trace of all ranks is in {self.config.timeline}: open it at https://ui.perfetto.dev")
         control.barrier(TIMEOUT_S)
         shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _own_parts(self) -> list[Path]:
-        return sorted(self._folder.glob(f"rank-*-{os.getpid()}{PARTS}"))
 
     def close(self) -> None:
         """End the file of this world."""
@@ -233,13 +229,11 @@ class TracedActivity(Activity):
             name = f"step {self.step}" + (" (compiles)" if before == "compiling" else "") if in_step else before
             self._trace.record(name, begin, now)
         steps = self._trace.profiled_steps
-        if steps is not None and self.step is not None:
-            self._profile(steps, ends_step=in_step, begins_step=phase in ("step", "compiling"))
-
-    def _profile(self, steps: tuple[int, int], *, ends_step: bool, begins_step: bool) -> None:
-        if begins_step and self.step == steps[0]:
+        if steps is None or self.step is None:
+            return
+        if phase in ("step", "compiling") and self.step == steps[0]:
             self._trace.start_profile()
-        elif ends_step and self.step == steps[1]:
+        elif in_step and self.step == steps[1]:
             self._trace.stop_profile()
         else:
             return
@@ -267,3 +261,41 @@ def traced_step(trace: Trace | None, number: int) -> Iterator[None]:
 
 def _wall_minus_monotonic() -> int:
     return time.time_ns() - time.monotonic_ns()
+
+
+def clock_offset(
+    control: ControlChannel, hosts: Sequence[str], *, timeout: float, clock: Callable[[], int] = time.time_ns
+) -> Offset:
+    """Return how far this rank's clock is behind that of rank 0. Collective.
+
+    Ranks of one host have one clock. Others enter one exchange after the other: rank 0 reads its clock between two of
+    them, after the part of this rank to the first has come, and before its own to the second is here.
+
+    Args:
+        control: the channel between the ranks.
+        hosts: host name of each rank.
+        timeout: seconds to wait for the others.
+        clock: tells the time in ns.
+    """
+    if len(set(hosts)) == 1:
+        return Offset()
+    readings, before = [], clock()
+    control.exchange(b"", timeout=timeout)
+    for _ in range(ROUNDS):
+        entered = clock()
+        roots = gather(control, clock(), timeout=timeout)
+        readings.append((before, clock(), roots[0]))
+        before = entered
+    return Offset() if hosts[control.rank] == hosts[0] else offset_of(readings)
+
+
+def offset_of(readings: Sequence[tuple[int, int, int]]) -> Offset:
+    """Return the offset that fits all readings and is nearest to 0: clocks that may agree are taken to agree.
+
+    Args:
+        readings: this rank's clock before and after that of rank 0 was read, and what rank 0 read, in ns.
+    """
+    least = max(root - after for _, after, root in readings) / 1000
+    most = min(root - before for before, _, root in readings) / 1000
+    offset = min(max(0.0, least), most)
+    return Offset(offset, max(most - offset, offset - least))

@@ -10,17 +10,15 @@ import pytest
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.observability import TraceConfig, trace_config
 from hvdtrain.runtime.control.open import LocalChannel
+from hvdtrain.runtime.launchers import place
 from hvdtrain.runtime.session import new_trace
 from hvdtrain.runtime.tracing.merge import (
     EXCHANGE,
-    Reading,
-    clock_offset,
     merge_parts,
-    offset_of,
     parts_folder,
     read_horovod,
 )
-from hvdtrain.runtime.tracing.trace import TIMELINE, Place, Trace, TracedActivity, traced_step
+from hvdtrain.runtime.tracing.trace import TIMELINE, Trace, TracedActivity, clock_offset, offset_of, traced_step
 
 HOROVOD = """[
 {"name": "process_name", "ph": "M", "pid": 0, "args": {"start_time_since_epoch_in_micros":1000000}},
@@ -33,9 +31,20 @@ HOROVOD = """[
 {"ph": "E", "ts": 60, "pid": 2}"""
 
 
+def rank_0_of(size):
+    return place(launcher="none", controller="none", world=(0, size), local=(0, size), job_id="job", hostname="node")
+
+
 def part(folder, rank, events, *, world=1, offset=0.0, horovod=None, process=7, cut=0):
     """Write what a rank has recorded."""
-    header = {"rank": rank, "size": 2, "host": f"node-{rank}", "world": world, "process": process}
+    header = {
+        "name": f"rank {rank} (node-{rank})",
+        "rank": rank,
+        "size": 2,
+        "host": f"node-{rank}",
+        "world": world,
+        "process": process,
+    }
     header |= {"offset_us": offset, "uncertainty_us": 5.0 if offset else 0.0, "horovod": horovod}
     rows = {row: number for number, row in enumerate(dict.fromkeys(event["row"] for event in events), start=1)}
     lines = [{"name": "process_name", "ph": "M", "pid": process, "args": header}]
@@ -142,7 +151,7 @@ def test_a_rank_that_was_killed_and_worlds_that_follow_are_in_the_trace(tmp_path
 def test_viewers_open_the_file_of_a_rank_that_was_killed(tmp_path):
     """They add the last bracket of Chrome's array format, and take away a comma before it."""
     trace = Trace(TraceConfig(tmp_path / "trace.json"), {})
-    trace.prepare(Place(0, 1, "node", 1))
+    trace.prepare(rank_0_of(1))
     trace.begin(LocalChannel())
     with traced_step(trace, 7):
         pass
@@ -158,13 +167,13 @@ def test_viewers_open_the_file_of_a_rank_that_was_killed(tmp_path):
 
 
 def test_the_offset_fits_all_readings_and_is_nearest_to_none():
-    ahead = [Reading(before=1_000_000, after=3_000_000, root=9_000_000), Reading(2_000_000, 4_000_000, 9_500_000)]
+    ahead = [(1_000_000, 3_000_000, 9_000_000), (2_000_000, 4_000_000, 9_500_000)]
     offset = offset_of(ahead)
     assert offset.microseconds == 6_000
     assert offset.uncertainty == 1_500
-    together = [Reading(before=1_000_000, after=3_000_000, root=2_500_000)]
+    together = [(1_000_000, 3_000_000, 2_500_000)]
     assert offset_of(together).microseconds == 0
-    assert offset_of([Reading(9_000_000, 9_100_000, 1_000_000)]).microseconds == -8_000
+    assert offset_of([(9_000_000, 9_100_000, 1_000_000)]).microseconds == -8_000
 
 
 @pytest.mark.parametrize("behind_ms", [0, 250, -4000])
@@ -184,7 +193,7 @@ def test_clocks_of_two_hosts_are_compared_over_the_channel(behind_ms):
 
     def compare(rank):
         clock = (lambda: time.time_ns() - behind_ms * 1_000_000) if rank else time.time_ns
-        results[rank] = clock_offset(Channel(rank), f"node-{rank}", timeout=20.0, clock=clock)
+        results[rank] = clock_offset(Channel(rank), ["node-0", "node-1"], timeout=20.0, clock=clock)
 
     threads = [threading.Thread(target=compare, args=(rank,)) for rank in (0, 1)]
     for thread in threads:
@@ -199,7 +208,7 @@ def test_clocks_of_two_hosts_are_compared_over_the_channel(behind_ms):
 def test_phases_and_steps_of_a_process_are_recorded(tmp_path, monkeypatch):
     file, environ = tmp_path / "trace.json", {}
     trace = Trace(TraceConfig(file), environ)
-    trace.prepare(Place(0, 1, "node", 1))
+    trace.prepare(rank_0_of(1))
     assert environ[TIMELINE].startswith(str(parts_folder(file).absolute()))
     trace.begin(LocalChannel())
     now = [time.monotonic_ns()]
@@ -223,20 +232,20 @@ def test_phases_and_steps_of_a_process_are_recorded(tmp_path, monkeypatch):
 def test_a_timeline_that_the_user_has_horovod_write_stays_where_it_is(tmp_path):
     environ = {TIMELINE: str(tmp_path / "own.json")}
     trace = Trace(TraceConfig(tmp_path / "trace.json"), environ)
-    trace.prepare(Place(0, 2, "node", 1))
+    trace.prepare(rank_0_of(2))
     assert environ == {TIMELINE: str(tmp_path / "own.json")}
     dynamic = {TIMELINE: "DYNAMIC"}
-    Trace(TraceConfig(tmp_path / "trace.json"), dynamic).prepare(Place(0, 2, "node", 1))
+    Trace(TraceConfig(tmp_path / "trace.json"), dynamic).prepare(rank_0_of(2))
     assert dynamic[TIMELINE].endswith(f"horovod-1-{os.getpid()}.json")
 
 
 def test_what_cannot_be_recorded_is_refused(tmp_path):
     file = tmp_path / "trace.json"
     with pytest.raises(ConfigError, match=r"names ranks of the job, of which there are 2, from 0\. Received: 3"):
-        Trace(TraceConfig(file, (1, 2), (0, 3)), {}).prepare(Place(0, 2, "node", 1))
+        Trace(TraceConfig(file, (1, 2), (0, 3)), {}).prepare(rank_0_of(2))
     (tmp_path / "a-file").touch()
     with pytest.raises(ConfigError, match=r"cannot be written: .*Name another file"):
-        Trace(TraceConfig(tmp_path / "a-file" / "trace.json"), {}).prepare(Place(0, 2, "node", 1))
+        Trace(TraceConfig(tmp_path / "a-file" / "trace.json"), {}).prepare(rank_0_of(2))
     with pytest.raises(ConfigError, match=r"records the exchange of Horovod: .*mirrored.* does not take it"):
         new_trace(TraceConfig(file), "mirrored")
     assert new_trace(None, "mirrored") is None
