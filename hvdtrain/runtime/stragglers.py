@@ -46,13 +46,9 @@ class RankTimes:
     working: int = 0
     """Looks at which it computed."""
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the times in JSON types."""
-        return asdict(self)
-
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "RankTimes":
-        """Return the times from `as_dict`."""
+        """Return the times from those that `dataclasses.asdict` returned."""
         return cls(**{**values, "blocks": [Block(**block) for block in values["blocks"]]})
 
 
@@ -118,7 +114,8 @@ class StragglerWatch:
             self._since = now
         self._looked = now
         if activity.phase == "step":
-            activity.note_look(self._works())
+            activity.looks += 1
+            activity.working_looks += self._works()
         if now - self._since >= WINDOW_S:
             self._since = now
             with suppress(LaunchError):
@@ -137,21 +134,19 @@ class StragglerWatch:
             self._windows.append((window, looks[0] - counted[0], looks[1] - counted[1]))
             blocks, seen, worked = zip(*self._windows, strict=True)
             times = RankTimes(self._host, list(blocks), sum(seen), sum(worked))
-            self._control.post(_BOARD, json.dumps(times.as_dict()).encode())
+            self._control.post(_BOARD, json.dumps(asdict(times)).encode())
             if self._control.rank == 0:
                 messages = self._control.read(_BOARD)
-                self._judge([RankTimes.of(json.loads(messages[rank])) for rank in sorted(messages)])
-
-    def _judge(self, times: Sequence[RankTimes]) -> None:
-        slow = slowest_rank(times, sure=_SURE) if len(times) == self._control.size else None
-        self.latest = slow
-        if slow is not None and slow.rank not in self._named:
-            self._named.add(slow.rank)
-            self._warn(
-                f"rank {slow.rank} ({slow.host}) is slower than the others, which wait for it: {slow.own_ms:.1f} ms of "
-                f"its own in each step, against {slow.others_ms:.1f} ms (median). Look for other programs, a slower or "
-                "hotter machine, or callbacks and data of this rank alone."
-            )
+                times_of_all = [RankTimes.of(json.loads(messages[rank])) for rank in sorted(messages)]
+                complete = len(times_of_all) == self._control.size
+                self.latest = slow = slowest_rank(times_of_all, sure=_SURE) if complete else None
+                if slow is not None and slow.rank not in self._named:
+                    self._named.add(slow.rank)
+                    self._warn(
+                        f"rank {slow.rank} ({slow.host}) is slower than the others, which wait for it: "
+                        f"{slow.own_ms:.1f} ms of its own in each step, against {slow.others_ms:.1f} ms (median). Look "
+                        "for other programs, a slower or hotter machine, or callbacks and data of this rank alone."
+                    )
 
 
 def slowest_rank(times: Sequence[RankTimes], *, sure: float = 3.0) -> SlowRank | None:
@@ -164,28 +159,34 @@ def slowest_rank(times: Sequence[RankTimes], *, sure: float = 3.0) -> SlowRank |
     blocks = list(zip(*(rank.blocks for rank in times), strict=False))
     if len(times) < 2 or len(blocks) < FEWEST_BLOCKS:
         return None
-    shares = _believable_shares(times, sure)
-    slow = [_slowest(_own_times(block, shares), block) for block in blocks]
+    looks, shares = min(each.looks for each in times), None
+    if looks >= FEWEST_LOOKS:  # else all are taken to compute alike within their steps
+        worked = [each.working / each.looks for each in times]
+        chance = sure * math.sqrt(2 * 0.25 / looks)
+        if max(max(worked) - statistics.median(worked), max(worked) - min(worked)) > chance:
+            shares = worked
+
+    def costs(own: Sequence[float], rank: int) -> float:
+        return own[rank] - statistics.median(seconds for each, seconds in enumerate(own) if each != rank)
+
+    slow: list[int | None] = []
+    for block in blocks:
+        own = _own_times(block, shares)
+        slowest = own.index(max(own))
+        slow.append(slowest if costs(own, slowest) >= APART * _step_seconds(block) else None)
     rank = statistics.mode(slow)
     if rank is None or slow.count(rank) < MOSTLY * len(slow):
         return None
     whole = [Block.sum_of(each.blocks) for each in times]
     own = _own_times(whole, shares)
-    others = _others(own, rank)
-    share = (own[rank] - others) / _step_seconds(whole)
+    lost = costs(own, rank)
     return SlowRank(
-        rank=rank, host=times[rank].host, own_ms=1000.0 * own[rank], others_ms=1000.0 * others, share=min(1.0, share)
+        rank=rank,
+        host=times[rank].host,
+        own_ms=1000.0 * own[rank],
+        others_ms=1000.0 * (own[rank] - lost),
+        share=min(1.0, lost / _step_seconds(whole)),
     )
-
-
-def _believable_shares(times: Sequence[RankTimes], sure: float) -> list[float] | None:
-    """Return the shares in which ranks compute within steps; None where they differ no more than by chance."""
-    looks = min(each.looks for each in times)
-    if looks < FEWEST_LOOKS:
-        return None
-    shares = [each.working / each.looks for each in times]
-    chance = sure * math.sqrt(2 * 0.25 / looks)
-    return shares if max(shares) - statistics.median(shares) > chance or max(shares) - min(shares) > chance else None
 
 
 def _own_times(block: Sequence[Block], shares: Sequence[float] | None) -> list[float]:
@@ -197,15 +198,6 @@ def _own_times(block: Sequence[Block], shares: Sequence[float] | None) -> list[f
     inside = [each.inside / each.steps for each in block]
     computing = [min(inside)] * len(inside) if shares is None else [a * b for a, b in zip(inside, shares, strict=True)]
     return [each.outside / each.steps + own for each, own in zip(block, computing, strict=True)]
-
-
-def _slowest(own: Sequence[float], block: Sequence[Block]) -> int | None:
-    rank = max(range(len(own)), key=lambda each: own[each])
-    return rank if own[rank] - _others(own, rank) >= APART * _step_seconds(block) else None
-
-
-def _others(own: Sequence[float], rank: int) -> float:
-    return statistics.median(seconds for each, seconds in enumerate(own) if each != rank)
 
 
 def _step_seconds(block: Sequence[Block]) -> float:

@@ -7,7 +7,6 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, Literal
@@ -21,21 +20,14 @@ HANG = "hang: "
 
 
 def show_own_stacks(rank: int) -> None:
-    """Write where each Python thread of this rank stands."""
-    say(f"hvdtrain: rank {rank} stands at\n{thread_stacks().rstrip()}")
-
-
-def thread_stacks() -> str:
-    """Return the stack of every Python thread but our own watchdogs, the main thread's last."""
-    threads = {thread.ident: thread for thread in threading.enumerate()}
-    main = threading.main_thread()
-    texts = []
-    for ident, frame in sorted(sys._current_frames().items(), key=lambda item: item[0] == main.ident):
-        thread = threads.get(ident)
-        if thread is None or not thread.name.startswith("hvdtrain-"):
-            name = f"thread {ident}" if thread is None else thread.name
-            texts.append(f"{name}:\n" + "".join(traceback.format_stack(frame)))
-    return "".join(texts)
+    """Log the stack of every Python thread but our own watchdogs, the main thread's last."""
+    threads = {thread.ident: thread.name for thread in threading.enumerate()}
+    main, text = threading.main_thread().ident, ""
+    for ident, frame in sorted(sys._current_frames().items(), key=lambda item: item[0] == main):
+        name = threads.get(ident, f"thread {ident}")
+        if not name.startswith("hvdtrain-"):
+            text += f"\n{name}:\n" + "".join(traceback.format_stack(frame))
+    say(f"hvdtrain: rank {rank} stands at{text.rstrip()}")
 
 
 def show_stacks_on_quit() -> None:
@@ -90,17 +82,26 @@ def current_position() -> Position:
 
 def position_of(frame: FrameType | None) -> Position:
     """Return where a thread stands whose innermost frame is `frame`."""
-    stack = list(_outwards(frame))
-    if any(_package(each) in _DEBUGGERS for each in stack):
-        return Position("debugger", None, None, _where(stack))
-    anchor = next((each for each in stack if _package(each) in _LIBRARIES or _is_channel(each)), None)
+    stack = []
+    while frame is not None:
+        stack.append(frame)
+        frame = frame.f_back
+    own = next((each for each in stack if _is_users(each)), None)
+    where = ""
+    if own is not None:
+        where = f"{own.f_code.co_filename.rpartition('/')[2]}:{own.f_lineno} in {own.f_code.co_name}"
+    packages = [_module(each).partition(".")[0] for each in stack]
+    if _DEBUGGERS.intersection(packages):
+        return Position("debugger", None, None, where)
+    calls = zip(stack, packages, strict=True)
+    anchor = next((each for each, package in calls if package in _LIBRARIES or _is_channel(each)), None)
     for each in itertools.takewhile(lambda each: not _is_users(each), stack):
         state = _state(each)
         if state is not None:
             if state == "exchange" and any(_module(outer) == _LEAVING for outer in stack):
                 state = "leaving"
-            return Position(state, anchor, each, _where(stack))
-    return Position("code", anchor, None, _where(stack))
+            return Position(state, anchor, each, where)
+    return Position("code", anchor, None, where)
 
 
 def with_collectives(position: Position) -> Position:
@@ -139,18 +140,8 @@ def _collectives_in(function: Any) -> list[str]:
     return sorted({node.attr["tensor_name"].s.decode() or node.name for node in found})
 
 
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 def _module(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
-
-
-def _package(frame: FrameType) -> str:
-    return _module(frame).partition(".")[0]
 
 
 def _is_channel(frame: FrameType) -> bool:
@@ -160,11 +151,3 @@ def _is_channel(frame: FrameType) -> bool:
 def _is_users(frame: FrameType) -> bool:
     file = frame.f_code.co_filename
     return not file.startswith("<") and INSTALLED.search(file) is None
-
-
-def _where(stack: list[FrameType]) -> str:
-    own = next((each for each in stack if _is_users(each)), None)
-    if own is None:
-        return ""
-    file = own.f_code.co_filename.rpartition("/")[2]
-    return f"{file}:{own.f_lineno} in {own.f_code.co_name}"

@@ -106,40 +106,33 @@ class ProgressWatch:
         Args:
             unanswered: seconds since the look before in which its thread waited for the control channel in vain.
         """
-        activity = self._activity
-        doing = activity.phase, activity.step, activity.reads
-        position = self._locate()
-        place = (*doing, position.anchor, position.state)
+        activity, position, now = self._activity, self._locate(), self._clock()
+        phase, step = activity.phase, activity.step
+        place = (phase, step, activity.reads, position.anchor, position.state)
         if position.state == "debugger" or place != self._place:
             self.went_on()
             self._place, self._position, self._looked_into = place, position, False
         else:
-            self._stays(unanswered)
-        stays = self._position
+            # A look that came late, since another thread held Python's lock or the machine was busy, shows little. One
+            # that came late since the channel did not answer shows as much as any: this rank could have gone on.
+            since, self._looked = now - self._looked, now
+            explained = min(unanswered, since)
+            passed = explained + min(since - explained, self._timeout * _ONE_LOOK)
+            self._still += passed
+            if not self._looked_into:
+                self._position, self._looked_into = with_collectives(self._position), True
+            self._idle = 0.0 if self._works(self._position, now) else self._idle + passed
         return Report(
-            state=stays.state,
-            phase=doing[0],
-            step=doing[1],
+            state=self._position.state,
+            phase=phase,
+            step=step,
             idle=self._idle,
-            collectives=stays.collectives,
+            collectives=self._position.collectives,
             where=activity.exit or position.where,
         )
 
-    def _stays(self, unanswered: float) -> None:
-        """Count the time since the look before, at which this rank stood at the same place."""
-        now = self._clock()
-        # A look that came late, since another thread held Python's lock or the machine was busy, shows little. One that
-        # came late since the channel did not answer shows as much as any: this rank could have gone on meanwhile.
-        since, self._looked = now - self._looked, now
-        explained = min(unanswered, since)
-        passed = explained + min(since - explained, self._timeout * _ONE_LOOK)
-        self._still += passed
-        if not self._looked_into:
-            self._position, self._looked_into = with_collectives(self._position), True
-        self._idle = 0.0 if self._works(self._position, now) else self._idle + passed
-
     def _works(self, position: Position, now: float) -> bool:
-        """Tell whether this rank, which does not visibly go on, is believed to work."""
+        """Return whether this rank, which shows no progress, is believed to work."""
         activity, seconds = self._activity, self._still
         if activity.opens_data:
             return seconds < self._load_timeout
@@ -156,7 +149,7 @@ class ProgressWatch:
 
 
 def shows_work(signs: Signs, state: State, phase: Phase) -> bool:
-    """Tell whether the signs of life of a rank that stands there are those of work."""
+    """Return whether the signs of life of a rank that stands there are those of work."""
     if state in ("exchange", "leaving"):
         return False
     if state == "collective":

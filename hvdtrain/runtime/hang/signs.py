@@ -35,7 +35,6 @@ class Block:
     """Seconds in steps, including waits for other ranks."""
 
     def add(self, other: "Block") -> None:
-        """Merge `other`."""
         self.steps += other.steps
         self.outside += other.outside
         self.inside += other.inside
@@ -72,15 +71,12 @@ class StepTimer:
         if before is None or self._seen <= WARM_UP_STEPS:
             return
         if not self.blocks or self.blocks[-1].steps == self._size:
-            self._open_block()
+            if len(self.blocks) == MOST_BLOCKS:
+                pairs = zip(self.blocks[::2], self.blocks[1::2], strict=True)
+                self.blocks = [Block.sum_of(pair) for pair in pairs]
+                self._size *= 2
+            self.blocks.append(Block())
         self.blocks[-1].add(Block(1, begin - before, end - begin))
-
-    def _open_block(self) -> None:
-        if len(self.blocks) == MOST_BLOCKS:
-            pairs = zip(self.blocks[::2], self.blocks[1::2], strict=True)
-            self.blocks = [Block.sum_of(pair) for pair in pairs]
-            self._size *= 2
-        self.blocks.append(Block())
 
     def total(self) -> Block:
         """Return the sum of all steps; for any thread."""
@@ -124,11 +120,6 @@ class Activity:
         self.reads += 1
         self.longest_read = max(self.longest_read, seconds)
 
-    def note_look(self, working: bool) -> None:
-        """Note whether the rank computed at a look within a step."""
-        self.looks += 1
-        self.working_looks += working
-
     @property
     def opens_data(self) -> bool:
         """Whether it reads one of its first two batches: the first may have been kept since the model was built."""
@@ -163,6 +154,17 @@ class Signs:
     """Whether any thread read or wrote."""
 
 
+@dataclass(frozen=True)
+class _Work:
+    """What this process has done since it began: seconds of computing by kind of thread, and bytes."""
+
+    time: float
+    own: float
+    helpers: float
+    children: float
+    moved: int
+
+
 class SignsOfLife:
     """Compares what the threads of this process have done by now with the look before.
 
@@ -170,16 +172,20 @@ class SignsOfLife:
     """
 
     def __init__(self) -> None:
-        self._before: _Work | None = None
-        self._of_tensorflow: list[int] = []
+        self.forget()
 
     def forget(self) -> None:
         """Let the next look be the first."""
-        self._before = None
-        self._of_tensorflow = []
+        self._before: _Work | None = None
+        self._of_tensorflow: list[int] = []
 
     def look(self) -> Signs:
         """Return the signs since the look before; there are none at the first."""
+        if self._before is None:
+            for task in _entries(Path("/proc/self/task")):
+                with suppress(OSError):  # a thread that has just ended
+                    if is_compute_thread((task / "comm").read_text()):
+                        self._of_tensorflow.append(int(task.name))
         before, now = self._before, self._work_so_far()
         self._before = now
         if before is None:
@@ -192,34 +198,18 @@ class SignsOfLife:
             now.moved - before.moved >= _MOVES * max(seconds, 0.1),
         )
 
-    def _work_so_far(self) -> "_Work":
-        if self._before is None:
-            self._of_tensorflow = _threads_of_tensorflow()
-        work, main = _Work(time.monotonic()), threading.main_thread()
-        for thread in threading.enumerate():
-            if thread.native_id is not None and not thread.name.startswith("hvdtrain-"):
-                work.add(
-                    "own" if thread is main else "helpers", _seconds_of(thread.native_id), _bytes_of(thread.native_id)
-                )
-        for number in self._of_tensorflow:
-            work.add("own", _seconds_of(number), _bytes_of(number))
-        work.children = sum(_seconds_of_children(Path("/proc/self"), 4))
-        return work
-
-
-@dataclass
-class _Work:
-    """What the threads of this process have done since it began: seconds of computing, and bytes."""
-
-    time: float
-    own: float = 0.0
-    helpers: float = 0.0
-    children: float = 0.0
-    moved: float = 0.0
-
-    def add(self, kind: str, seconds: float, moved: float) -> None:
-        setattr(self, kind, getattr(self, kind) + seconds)
-        self.moved += moved
+    def _work_so_far(self) -> _Work:
+        now, main = time.monotonic(), threading.main_thread()
+        threads = [each for each in threading.enumerate() if not each.name.startswith("hvdtrain-")]
+        helpers = [each.native_id for each in threads if each.native_id is not None and each is not main]
+        own = [*([] if main.native_id is None else [main.native_id]), *self._of_tensorflow]
+        return _Work(
+            time=now,
+            own=sum(map(_seconds_of, own)),
+            helpers=sum(map(_seconds_of, helpers)),
+            children=sum(_seconds_of_children(Path("/proc/self"), 4)),
+            moved=sum(map(_bytes_of, [*own, *helpers])),
+        )
 
 
 def _entries(folder: Path) -> list[Path]:
@@ -227,16 +217,6 @@ def _entries(folder: Path) -> list[Path]:
         return list(folder.iterdir())
     except OSError:
         return []
-
-
-def _threads_of_tensorflow() -> list[int]:
-    """Return the numbers of the threads that compute or read for TensorFlow."""
-    numbers = []
-    for task in _entries(Path("/proc/self/task")):
-        with suppress(OSError):  # a thread that has just ended
-            if is_compute_thread((task / "comm").read_text()):
-                numbers.append(int(task.name))
-    return numbers
 
 
 def _seconds_of(thread: int) -> float:
@@ -256,25 +236,18 @@ def _bytes_of(thread: int) -> int:
         return 0
 
 
-def _seconds_of_process(process: Path) -> float:
-    fields = (process / "stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICK
-
-
 def _seconds_of_children(process: Path, depth: int) -> Iterator[float]:
     """Yield for how long each child process has computed, and each of theirs: a script's readers and commands."""
-    for task in _tasks_with_children(process):
+    if process.name == "self":  # threads of Python alone start others here
+        tasks = [process / "task" / str(thread.native_id) for thread in threading.enumerate()]
+    else:
+        tasks = _entries(process / "task")
+    for task in tasks:
         with suppress(OSError):
             for number in (task / "children").read_text().split():
                 child = Path("/proc", number)
                 with suppress(OSError, ValueError, IndexError):
-                    yield _seconds_of_process(child)
+                    fields = (child / "stat").read_text().rpartition(")")[2].split()
+                    yield (int(fields[11]) + int(fields[12])) / _TICK
                 if depth > 1:
                     yield from _seconds_of_children(child, depth - 1)
-
-
-def _tasks_with_children(process: Path) -> list[Path]:
-    """Return the threads of a process that may have started others; of this one, those of Python."""
-    if process.name != "self":
-        return _entries(process / "task")
-    return [process / "task" / str(thread.native_id) for thread in threading.enumerate()]

@@ -5,8 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import replace
 
 from hvdtrain.config.errors import LaunchError
 from hvdtrain.runtime.control.channel import ControlChannel
@@ -43,44 +42,24 @@ _TURN_S = 0.5
 _MOST_TURNS = 4
 
 
-@dataclass(frozen=True)
 class Rhythm:
     """How often, in seconds, a rank posts, and when another one counts as silent; from the hang timeout."""
 
-    timeout: float
-    size: int
-    rank: int
-
-    @property
-    def calm(self) -> float:
-        """Between two posts of a rank that goes on."""
-        return self.timeout / 10
-
-    @property
-    def alert(self) -> float:
-        """Between two posts of one that does not."""
-        return min(1.0, self.timeout / 10)
-
-    @property
-    def silence(self) -> float:
+    def __init__(self, timeout: float, size: int, rank: int) -> None:
+        self.timeout = timeout
+        self.calm = timeout / 10
+        """Between two posts of a rank that is making progress."""
+        self.alert = min(1.0, timeout / 10)
+        """Between two posts of a rank that is making no progress."""
+        self.silence = max(_SURE_S, timeout - 2 * self.calm - 1.0)
         """From the last post to silence: it may have been calm, and noticed late."""
-        return max(_SURE_S, self.timeout - 2 * self.calm - 1.0)
-
-    @property
-    def slack(self) -> float:
+        self.slack = min(2.5, timeout / 2)
         """By which a rank that is alert may be late."""
-        return min(2.5, self.timeout / 2)
+        self._all_read = size * (rank + 1) / _READS_A_SECOND
 
     def reading(self, alert: bool) -> float:
         """Between two looks at the board, which cost a request for each rank: low ranks look more often."""
-        return max(self.alert if alert else self.calm, self.size * (self.rank + 1) / _READS_A_SECOND)
-
-
-class HangHandler(Protocol):
-    """What a rank does that finds that its job hangs."""
-
-    def __call__(self, text: str, show_stacks: Callable[[], None]) -> None:
-        """Tell the user `text`, report it to the other ranks, let this one show where it stands, and end the job."""
+        return max(self.alert if alert else self.calm, self._all_read)
 
 
 class HangWatch:
@@ -90,7 +69,7 @@ class HangWatch:
         control: the channel with the status board.
         progress: of this rank.
         timeout: seconds in which ranks that wait see another one go on.
-        handle: called with what is to be said, once, where the job hangs.
+        handle: called once where the job hangs, with what is to be said and a function that shows where ranks stand.
         host: this rank's host name.
         patience_with_silent: returns for how many seconds more a job that waits for silent ranks alone is not ended: an
             elastic one goes on without them.
@@ -102,7 +81,7 @@ class HangWatch:
         control: ControlChannel,
         progress: ProgressWatch,
         timeout: float,
-        handle: HangHandler,
+        handle: Callable[[str, Callable[[], None]], None],
         *,
         host: str = "",
         patience_with_silent: Callable[[], float] = lambda: 0.0,
@@ -138,33 +117,26 @@ class HangWatch:
             self._begin(now)
             self._progress.went_on()
         report = self._report(lost)
-        alert = report.idle > self._rhythm.timeout / 2
-        changed, self._quiet = self._quiet, _is_quiet(report)
-        changed = changed != self._quiet
-        if not alert:
-            self._noticed = False
+        rhythm, alert, was_quiet = self._rhythm, report.idle > self._rhythm.timeout / 2, self._quiet
+        waits_long = report.state == "collective" and report.idle >= _QUIET_S
+        self._quiet = report.state == "leaving" or waits_long
+        self._noticed = self._noticed and alert
         begun = time.monotonic()
         try:
-            self._post_and_read(report, now, alert=alert, changed=changed)
+            if self._quiet != was_quiet or now - self._posted >= (rhythm.alert if alert else rhythm.calm):
+                self._posted, self._beat = now, self._beat + 1
+                self._control.post(_BOARD, report.encode(self._beat))
+                self._unanswered = None
+            if now - self._read >= rhythm.reading(alert or (self._quiet and self._control.rank < _OBSERVERS)):
+                self._read = now
+                for rank, message in self._control.read(_BOARD).items():
+                    if rank != self._control.rank and message != self._messages[rank][0]:
+                        self._messages[rank] = (message, now)
+                self._unanswered = None
+                self._judge(report, now)
         except LaunchError as error:
             self._judge_cut_off(now, now + time.monotonic() - begun, error)
-        self._looked = now + time.monotonic() - begun  # what a slow store takes is no standstill
-
-    def _post_and_read(self, report: Report, now: float, *, alert: bool, changed: bool) -> None:
-        """Post and read what is due.
-
-        Raises:
-            LaunchError: the channel is broken.
-        """
-        if changed or now - self._posted >= (self._rhythm.alert if alert else self._rhythm.calm):
-            self._posted, self._beat = now, self._beat + 1
-            self._control.post(_BOARD, report.encode(self._beat))
-            self._unanswered = None
-        if now - self._read >= self._rhythm.reading(alert or (self._quiet and self._control.rank < _OBSERVERS)):
-            self._read = now
-            self._take_posts(now)
-            self._unanswered = None
-            self._judge(report, now)
+        self._looked = now + time.monotonic() - begun  # what a slow store takes is not a standstill
 
     def _newly_lost(self) -> float:
         """Return the seconds, since the last call, in which the channel did not answer."""
@@ -190,11 +162,6 @@ class HangWatch:
             text = describe_cut_off(Seen(own), seconds, error.message)
             self._end(text, Verdict([rank], [], [], []), {rank: Seen(own)})
 
-    def _take_posts(self, now: float) -> None:
-        for rank, message in self._control.read(_BOARD).items():
-            if rank != self._control.rank and message != self._messages[rank][0]:
-                self._messages[rank] = (message, now)
-
     def _judge(self, own: Report, now: float) -> None:
         ranks = {self._control.rank: Seen(own)} | {
             rank: Seen(Report.decode(message) if message else Report(), now - since)
@@ -203,52 +170,44 @@ class HangWatch:
         if own.idle >= self._rhythm.timeout:
             self._judge_hang(ranks)
         elif own.state == "collective" and own.idle >= _LEFT_ALONE_S:
-            self._judge_left(ranks)
-
-    def _judge_left(self, ranks: dict[int, Seen]) -> None:
-        """End a job in which ranks that have left are waited for, once that was seen twice."""
-        verdict, seen_before = left_alone(ranks, _QUIET_S), self._seen_left
-        self._seen_left = verdict is not None
-        if verdict is not None and seen_before and self._is_my_turn(verdict):
-            self._end(describe_left(verdict, ranks), verdict, ranks)
+            # A job in which ranks that have left are waited for is ended once that was seen twice.
+            verdict, seen_before = left_alone(ranks, _QUIET_S), self._seen_left
+            self._seen_left = verdict is not None
+            if verdict is not None and seen_before and self._is_my_turn(verdict):
+                self._end(describe_left(verdict, ranks), verdict, ranks)
 
     def _judge_hang(self, ranks: dict[int, Seen]) -> None:
-        rhythm = self._rhythm
+        rhythm, rank = self._rhythm, self._control.rank
         verdict = decide(ranks, timeout=rhythm.timeout, silence=rhythm.silence, slack=rhythm.slack)
-        if self._control.rank not in verdict.waiting:
+        if rank not in verdict.waiting:
             return
-        if verdict.silent and not verdict.stuck and ranks[self._control.rank].report.idle < self._limit_with_silent():
+        limit = rhythm.timeout + self._patience_with_silent()
+        if verdict.silent and not verdict.stuck and ranks[rank].report.idle < limit:
             return
         if verdict.hangs and self._is_my_turn(verdict):
             self._end(describe_hang(verdict, ranks, rhythm.timeout), verdict, ranks)
-        elif verdict.working and not self._noticed and self._control.rank == verdict.waiting[0]:
+        elif verdict.working and not self._noticed and rank == verdict.waiting[0]:
             self._noticed = True
             LOGGER.warning(describe_wait(verdict, ranks, rhythm.timeout))
 
-    def _limit_with_silent(self) -> float:
-        return self._rhythm.timeout + self._patience_with_silent()
-
-    def _end(self, text: str, verdict: Verdict, ranks: dict[int, Seen]) -> None:
-        self.ends_job = True
-        self._handle(text, lambda: self._show_stacks(verdict, ranks))
-
     def _is_my_turn(self, verdict: Verdict) -> bool:
-        """Let lower ranks that wait speak first, and tell whether none has."""
+        """Let lower ranks that wait speak first; return whether none has."""
         time.sleep(_TURN_S * min(verdict.waiting.index(self._control.rank), _MOST_TURNS))
         return not self._control.failures()
 
-    def _show_stacks(self, verdict: Verdict, ranks: dict[int, Seen]) -> None:
-        """Show this rank's stacks, and have silent ranks of the same host show theirs, if they can."""
-        for rank in verdict.silent:
-            report = ranks[rank].report
-            if report.pid and (report.host, report.pid_space) == (self._host, self._pid_space):
-                with contextlib.suppress(OSError):
-                    os.kill(report.pid, signal.SIGQUIT)
-        show_own_stacks(self._control.rank)
+    def _end(self, text: str, verdict: Verdict, ranks: dict[int, Seen]) -> None:
+        """End the job; this rank shows its stacks, and has silent ranks of the same host show theirs, if they can."""
 
+        def show_stacks() -> None:
+            for rank in verdict.silent:
+                report = ranks[rank].report
+                if report.pid and (report.host, report.pid_space) == (self._host, self._pid_space):
+                    with contextlib.suppress(OSError):
+                        os.kill(report.pid, signal.SIGQUIT)
+            show_own_stacks(self._control.rank)
 
-def _is_quiet(report: Report) -> bool:
-    return report.state == "leaving" or (report.state == "collective" and report.idle >= _QUIET_S)
+        self.ends_job = True
+        self._handle(text, show_stacks)
 
 
 def _pid_space() -> str:

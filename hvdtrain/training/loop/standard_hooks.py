@@ -1,6 +1,7 @@
 """The standard hooks of a training, in one list, and its result."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from hvdtrain.backends.protocol import Backend, gather
@@ -193,7 +194,7 @@ class StandardTraining:
             return None
         activity = self._activity
         mine = RankTimes(host_name(), activity.times.blocks, activity.looks, activity.working_looks)
-        return slowest_rank([RankTimes.of(theirs) for theirs in gather(self._backend, mine.as_dict())])
+        return slowest_rank([RankTimes.of(theirs) for theirs in gather(self._backend, asdict(mine))])
 
     def _begin_step(self, step: StepEnd) -> None:
         assert self._callbacks is not None, "added only where there are callbacks"

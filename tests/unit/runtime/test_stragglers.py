@@ -4,6 +4,7 @@ import json
 import random
 import threading
 import time
+from dataclasses import asdict
 
 import pytest
 
@@ -152,7 +153,7 @@ def test_what_comes_before_a_pause_does_not_count():
 
 def test_times_travel_as_json():
     times = RankTimes("node", [Block(4, 0.5, 1.5)], 10, 7)
-    assert RankTimes.of(json.loads(json.dumps(times.as_dict()))) == times
+    assert RankTimes.of(json.loads(json.dumps(asdict(times)))) == times
 
 
 def test_what_is_said_names_rank_host_and_share():
