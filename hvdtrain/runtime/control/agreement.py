@@ -1,5 +1,6 @@
 """What all ranks must have in common, found out over the control channel: versions, settings, success."""
 
+import contextlib
 import json
 import platform
 import socket
@@ -13,9 +14,6 @@ from hvdtrain.runtime.control.channel import ControlChannel, gather, name_ranks
 
 T = TypeVar("T")
 
-ABSENT = "not installed"
-"""The version of a package that is not there."""
-
 # One importable package may come from distributions of several names.
 _DISTRIBUTIONS = {
     "tensorflow": ("tensorflow", "tensorflow-cpu", "tf-nightly"),
@@ -24,9 +22,17 @@ _DISTRIBUTIONS = {
 }
 
 
+def version_of(*distributions: str) -> str | None:
+    """Return the version of the first of these distributions that is installed; None if none is."""
+    for name in distributions:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    return None
+
+
 def installed_versions() -> dict[str, str]:
     """Return the versions of Python, TensorFlow, Keras and Horovod, without importing any of them."""
-    packages = {name: _version(names) for name, names in _DISTRIBUTIONS.items()}
+    packages = {name: version_of(*names) or "not installed" for name, names in _DISTRIBUTIONS.items()}
     return {"python": platform.python_version(), **packages}
 
 
@@ -37,7 +43,7 @@ def agree(control: ControlChannel, facts: Mapping[str, str], *, timeout: float) 
         LaunchError: some differ: the same error on all ranks, naming each such fact, its values and the ranks
             with each. Or a rank did not come within ``timeout`` seconds.
     """
-    differing = differences(control.exchange(encode_facts(facts), timeout=timeout))
+    differing = _differences(gather(control, dict(facts), timeout=timeout))
     if differing:
         raise LaunchError(f"The ranks of this job do not fit together: {'; '.join(differing)}.")
 
@@ -47,7 +53,7 @@ _CALL = "the call"
 
 def encode_call(call: str, facts: Mapping[str, str]) -> bytes:
     """Return a call and what must be the same of it on every rank, as `check_same_call` compares them."""
-    return encode_facts({_CALL: f"{call}()", **facts})
+    return json.dumps({_CALL: f"{call}()", **facts}).encode()
 
 
 def check_same_call(everyone: Sequence[bytes], call: str) -> None:
@@ -61,7 +67,7 @@ def check_same_call(everyone: Sequence[bytes], call: str) -> None:
         ConfigError: the same on every rank that makes a call, naming what differs, the values and the ranks.
     """
     try:
-        differing = differences([part.partition(b"\n")[0] for part in everyone])
+        differing = _differences([json.loads(part.partition(b"\n")[0]) for part in everyone])
     except (ValueError, TypeError, AttributeError) as error:  # what another rank sent are no facts
         raise ConfigError(
             f"Every rank makes the same calls: {call}() was called, and another rank did something else."
@@ -72,21 +78,17 @@ def check_same_call(everyone: Sequence[bytes], call: str) -> None:
         raise ConfigError(f"Every rank calls {call}() with the same arguments. Received: {'; '.join(differing)}.")
 
 
-def encode_facts(facts: Mapping[str, str]) -> bytes:
-    """Return a rank's facts as it sends them to the others; see `differences`."""
-    return json.dumps(dict(facts)).encode()
-
-
-def differences(everyone: Sequence[bytes]) -> list[str]:
-    """Return a phrase, "keras is 3.12 on ranks 0, 2 but 3.11 on rank 1", for each fact that differs by rank.
-
-    Args:
-        everyone: what `encode_facts` returned on each rank.
-    """
-    facts = [json.loads(part) for part in everyone]
-    names = dict.fromkeys(name for theirs in facts for name in theirs)
-    values = {name: [theirs.get(name, "not given") for theirs in facts] for name in names}
-    return [_difference(name, given) for name, given in values.items() if len(set(given)) > 1]
+def _differences(facts: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return, for each fact that differs by rank, "keras is 3.12 on ranks 0, 2 but 3.11 on rank 1"."""
+    found = []
+    for name in dict.fromkeys(name for theirs in facts for name in theirs):
+        holders: dict[str, list[int]] = {}
+        for rank, theirs in enumerate(facts):
+            holders.setdefault(theirs.get(name, "not given"), []).append(rank)
+        if len(holders) > 1:
+            ordered = sorted(holders.items(), key=lambda item: (-len(item[1]), item[1]))  # most common value first
+            found.append(f"{name} is " + " but ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in ordered))
+    return found
 
 
 def together(control: ControlChannel, action: Callable[[], T], *, timeout: float) -> T:
@@ -124,22 +126,6 @@ def on_first(control: ControlChannel, action: Callable[[], bytes], *, timeout: f
     return value
 
 
-def _version(distributions: Sequence[str]) -> str:
-    for name in distributions:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return ABSENT
-
-
-def _difference(name: str, values: Sequence[str]) -> str:
-    """Return "keras is 3.12 on ranks 0, 2 but 3.11 on rank 1", most common value first."""
-    holders = {value: [rank for rank, given in enumerate(values) if given == value] for value in values}
-    ordered = sorted(holders.items(), key=lambda item: (-len(item[1]), item[1]))
-    return f"{name} is " + " but ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in ordered)
-
-
 def _attempt(action: Callable[[], T]) -> tuple[list[T], UserError | None]:
     """Return the result in a list, or an empty list and the user's mistake."""
     try:
@@ -160,17 +146,15 @@ def _common_error(outcomes: Sequence[Sequence[str]], hosts: Sequence[str]) -> Us
         ranks.setdefault(tuple(outcome), []).append(rank)
     if len(ranks) == 1:
         return _revive(outcomes[0])
-    failed = {outcome: where for outcome, where in ranks.items() if outcome}
-    text = "\n".join(f"on {_placed(where, hosts)}: {outcome[1]}" for outcome, where in failed.items())
-    kinds = {outcome[0] for outcome in failed}
-    return _revive([kinds.pop() if len(kinds) == 1 else "UserError", text])
-
-
-def _placed(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """Return "rank 3 (node-b)"; without a name where the job has one host, or the ranks are on many."""
-    theirs = sorted({hosts[rank] for rank in ranks})
-    named = len(set(hosts)) > 1 and len(theirs) <= 4
-    return name_ranks(ranks) + (f" ({', '.join(theirs)})" if named else "")
+    lines, kinds = [], set()
+    for outcome, where in ranks.items():
+        if outcome:
+            theirs = sorted({hosts[rank] for rank in where})
+            named = len(set(hosts)) > 1 and len(theirs) <= 4  # where the job has several hosts, and the ranks few
+            names = f" ({', '.join(theirs)})" if named else ""
+            lines.append(f"on {name_ranks(where)}{names}: {outcome[1]}")
+            kinds.add(outcome[0])
+    return _revive([kinds.pop() if len(kinds) == 1 else "UserError", "\n".join(lines)])
 
 
 def _revive(outcome: Sequence[str]) -> UserError:

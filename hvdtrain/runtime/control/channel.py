@@ -13,69 +13,9 @@ import stat
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NoReturn, Protocol
-
-from hvdtrain.config.errors import LaunchError
-
-PATIENCE_S = 3.0
-"""Messages of a rank that are wrongly signed for so long are its own: it has another secret."""
-APART_S = 2.5
-"""Wrongly signed messages further apart have nothing to do with one another."""
-
-
-class Refusals:
-    """What to do about wrongly signed messages during one exchange.
-
-    Args:
-        rank: this process's rank. Rank 0 gives up first, while the others still send their messages again.
-        others_may_write: whether processes that are no ranks may have written them; if not, none is passed over.
-    """
-
-    def __init__(self, rank: int, others_may_write: bool) -> None:
-        patience = PATIENCE_S if rank == 0 else PATIENCE_S + 1.0
-        self._patience = patience if others_may_write else 0.0
-        self._seen: dict[int, tuple[float, float]] = {}
-        self._last: dict[int, LaunchError] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._seen)
-
-    def note(self, sender: int, error: LaunchError) -> None:
-        """Note a message of `sender`, and raise `error` where they have been coming for too long."""
-        now = time.monotonic()
-        first, last = self._seen.get(sender, (now, now))
-        first = now if now - last > APART_S else first
-        self._seen[sender], self._last[sender] = (first, now), error
-        if now - first >= self._patience:
-            raise error
-
-    def of(self, senders: Sequence[int]) -> LaunchError | None:
-        """Return the error of one of `senders`, if any sent such a message."""
-        return next((self._last[sender] for sender in senders if sender in self._last), None)
-
-
-_LONGEST_S = 5.0
-"""What one request counts at most: each gives up after a second or two, unless the whole process stood still."""
-
-
-class UnansweredTime:
-    """Adds up the seconds of requests that failed."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    @contextlib.contextmanager
-    def measured(self) -> Iterator[None]:
-        """Context of a request, whose seconds count where it raises."""
-        begun = time.monotonic()
-        try:
-            yield
-        except Exception:
-            self.seconds += min(time.monotonic() - begun, _LONGEST_S)
-            raise
-
 
 OnWait = Callable[[Sequence[int]], None]
 """Called about once a second while ranks are missing, with these."""
@@ -92,17 +32,12 @@ class ControlChannel(Protocol):
     while_waiting: Callable[[], None]
     """Called about once a second while ranks are missing in an exchange; raises where they will not come."""
 
-    @property
-    def rank(self) -> int:
-        """This process's rank."""
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-
-    @property
-    def unanswered_s(self) -> float:
-        """Seconds so far in which `post`, `read` and `failures` waited for answers that did not come."""
+    rank: int
+    """This process's rank."""
+    size: int
+    """The number of ranks."""
+    unanswered_s: float
+    """Seconds so far in which `post`, `read` and `failures` waited for answers that did not come."""
 
     def exchange(self, payload: bytes, *, timeout: float) -> list[bytes]:
         """Give ``payload`` to every rank and return what each gave, in rank order.
@@ -157,6 +92,12 @@ def gather(control: ControlChannel, value: Any, *, timeout: float) -> list[Any]:
     return [json.loads(text) for text in control.exchange(json.dumps(value).encode(), timeout=timeout)]
 
 
+def latest_post(entries: Mapping[str, bytes], key: str) -> bytes | None:
+    """Return the value under `key` or below it that was posted last; `entries` are in the order of posts."""
+    under = [value for name, value in entries.items() if name == key or name.startswith(f"{key}/")]
+    return under[-1] if under else None
+
+
 def end_process(code: int) -> NoReturn:
     """End this process at once with exit code ``code``, from any thread and without waiting for any other."""
     flush_output()
@@ -169,13 +110,10 @@ def let_readers_finish(seconds: float = 0.2) -> None:
     deadline = time.monotonic() + seconds
     for number in (1, 2):
         with contextlib.suppress(OSError):
-            while stat.S_ISFIFO(os.fstat(number).st_mode) and _unread(number) and time.monotonic() < deadline:
+            while stat.S_ISFIFO(os.fstat(number).st_mode) and time.monotonic() < deadline:
+                if not any(fcntl.ioctl(number, termios.FIONREAD, bytes(4))):  # bytes in the pipe
+                    break
                 time.sleep(0.002)
-
-
-def _unread(number: int) -> int:
-    """Return the bytes in a pipe."""
-    return int.from_bytes(fcntl.ioctl(number, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 def flush_output() -> None:

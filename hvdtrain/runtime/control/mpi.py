@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import hmac
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from hvdtrain.compat.horovod import bind_mpi_at_once, load_mpi_library
 from hvdtrain.config.errors import LaunchError, LoneRanksError
 from hvdtrain.runtime.control.channel import end_process, flush_output
 from hvdtrain.runtime.control.rooted import RootedChannel
-from hvdtrain.runtime.control.signing import Signer, draw_secret, secret_from_environment
+from hvdtrain.runtime.control.signing import KEY_BYTES, Signer, secret_from_environment
 from hvdtrain.runtime.inherited import claim_rank
 from hvdtrain.runtime.launchers import Environment
 from hvdtrain.runtime.logs import LOGGER
@@ -43,7 +44,9 @@ def load_mpi(environment: Environment) -> Any:
         LoneRanksError: MPI counts other ranks than the launcher.
     """
     try:
-        _bind_at_once()
+        # TensorFlow exports the functions of the hwloc that it holds. An MPI that is loaded before it, and whose own
+        # hwloc functions are looked up later, would hand its topology to TensorFlow's and crash in MPI_Finalize.
+        bind_mpi_at_once(os.RTLD_NOW | os.RTLD_GLOBAL)
         prepare_mpi(environment)
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -69,15 +72,6 @@ def load_mpi(environment: Environment) -> Any:
     return MPI
 
 
-def _bind_at_once() -> None:
-    """Have the MPI library's symbols resolved when it is loaded, not when each is first called.
-
-    TensorFlow exports the functions of the hwloc that it holds. An MPI that is loaded before it, and whose own
-    hwloc functions are looked up later, would hand its topology to TensorFlow's and crash in MPI_Finalize.
-    """
-    bind_mpi_at_once(os.RTLD_NOW | os.RTLD_GLOBAL)
-
-
 def prepare_mpi(environment: Environment, environ: Mapping[str, str] = os.environ) -> None:
     """Check, before MPI_Init, that the job's launcher, this process and the MPI library belong together.
 
@@ -93,17 +87,6 @@ def prepare_mpi(environment: Environment, environ: Mapping[str, str] = os.enviro
     if library is None:
         return
     family, version = library
-    _refuse_other_library(environment, family, version)
-    if family == _MPICH:
-        _refuse_closed_pmi(environ)
-    elif environment.launcher == "srun" and "PMIX_RANK" not in environ:
-        _refuse_open_mpi_without_pmi(environment, version)
-    of_launcher = environ.get("OMPI_VERSION", "")
-    if environment.rank == 0 and of_launcher and f"v{of_launcher.partition('.')[0]}." not in version:
-        LOGGER.warning(f"mpirun is Open MPI {of_launcher}, Python loads {version}: they may not work together.")
-
-
-def _refuse_other_library(environment: Environment, family: str, version: str) -> None:
     wanted = _FAMILIES.get(environment.launcher)
     if wanted not in (None, family):
         raise LoneRanksError(
@@ -112,12 +95,8 @@ def _refuse_other_library(environment: Environment, family: str, version: str) -
             "build Horovod for it: python -m hvdtrain setup --mpi system.",
             rank=environment.local_rank,
         )
-
-
-def _refuse_closed_pmi(environ: Mapping[str, str]) -> None:
-    """Check that the connection to the launcher is open, which a child started by Python's subprocess lacks."""
-    number = environ.get("PMI_FD", "")
-    if number.isdecimal() and not os.path.exists(f"/proc/self/fd/{number}"):
+    number = environ.get("PMI_FD", "")  # a child started by Python's subprocess lacks this connection to the launcher
+    if family == _MPICH and number.isdecimal() and not os.path.exists(f"/proc/self/fd/{number}"):
         raise LoneRanksError(
             "The launcher did not start this process, which has inherited the variables of a rank, but not the rank's "
             f"connection to the launcher. Received: PMI_RANK={environ.get('PMI_RANK')}, PMI_FD={number}, which is "
@@ -125,6 +104,11 @@ def _refuse_closed_pmi(environ: Mapping[str, str]) -> None:
             "file descriptors open (subprocess: close_fds=False).",
             rank=0,
         )
+    if family == _OPEN_MPI and environment.launcher == "srun" and "PMIX_RANK" not in environ:
+        _refuse_open_mpi_without_pmi(environment, version)
+    of_launcher = environ.get("OMPI_VERSION", "")
+    if environment.rank == 0 and of_launcher and f"v{of_launcher.partition('.')[0]}." not in version:
+        LOGGER.warning(f"mpirun is Open MPI {of_launcher}, Python loads {version}: they may not work together.")
 
 
 def _refuse_open_mpi_without_pmi(environment: Environment, version: str) -> None:
@@ -229,7 +213,11 @@ class MpiTransport:
         """End all processes of the job."""
         if self._mpi.Is_initialized() and not self._mpi.Is_finalized():
             flush_output()
-            _abort_without_banner(code)
+            # As Open MPI's MPI_Abort after its banner of nine lines, which would hide what this rank said.
+            with contextlib.suppress(AttributeError, OSError, ValueError):
+                library = ctypes.CDLL(None)
+                world = ctypes.addressof(ctypes.c_char.in_dll(library, "ompi_mpi_comm_world"))
+                library.ompi_mpi_abort(ctypes.c_void_p(world), ctypes.c_int(code))
             self._mpi.COMM_WORLD.Abort(code)
         end_process(code)
 
@@ -274,17 +262,6 @@ class MpiTransport:
         return status.Get_source(), bytes(buffer)
 
 
-def _abort_without_banner(code: int) -> None:
-    """End the job as Open MPI's MPI_Abort does after its banner of nine lines, which would hide what this rank said.
-
-    Returns where the MPI is another one.
-    """
-    with contextlib.suppress(AttributeError, OSError, ValueError):
-        library = ctypes.CDLL(None)
-        world = ctypes.addressof(ctypes.c_char.in_dll(library, "ompi_mpi_comm_world"))
-        library.ompi_mpi_abort(ctypes.c_void_p(world), ctypes.c_int(code))
-
-
 def open_mpi(
     environment: Environment, *, timeout: float, environ: Mapping[str, str] = os.environ, generation: int = 0
 ) -> RootedChannel:
@@ -302,21 +279,16 @@ def open_mpi(
     rank, size = environment.rank, environment.size
     lobby = MpiTransport(mpi, mpi.COMM_WORLD, lobby=True)
     greeting = RootedChannel(lobby, Signer(b"", ""), rank, size)
-    drawn = draw_secret() if rank == 0 else b""
+    drawn = secrets.token_bytes(KEY_BYTES) if rank == 0 else b""
     drawn = greeting.exchange(drawn, timeout=timeout)[0]
     given = secret_from_environment(environ)
     secret = hmac.digest(given, drawn, "sha256") if given else drawn
-    room = MpiTransport(mpi, _duplicate(mpi.COMM_WORLD, deadline))
-    channel = RootedChannel(room, Signer(secret, f"{environment.job_id} {generation}"), rank, size)
-    channel.barrier(max(1.0, deadline - time.monotonic()))
-    return channel
-
-
-def _duplicate(communicator: Any, deadline: float) -> Any:
-    """Return an own communicator of the same ranks, which are all known to be here."""
-    duplicate, request = communicator.Idup()
+    communicator, request = mpi.COMM_WORLD.Idup()
     while not request.Test():
         if time.monotonic() > deadline:
             raise LaunchError("MPI could not duplicate its communicator in time: a rank hangs in MPI.")
         time.sleep(0.001)
-    return duplicate
+    room = MpiTransport(mpi, communicator)
+    channel = RootedChannel(room, Signer(secret, f"{environment.job_id} {generation}"), rank, size)
+    channel.barrier(max(1.0, deadline - time.monotonic()))
+    return channel

@@ -4,63 +4,45 @@ import os
 from collections.abc import Callable, Mapping
 from typing import NoReturn
 
-from hvdtrain.runtime.control.board import StatusBoard
-from hvdtrain.runtime.control.channel import ControlChannel, OnWait, end_process
-from hvdtrain.runtime.control.signing import Signer
+from hvdtrain.runtime.control.channel import ControlChannel, OnWait, end_process, latest_post
 from hvdtrain.runtime.launchers import Environment
 
 
 class LocalChannel:
     """The channel of a process that is alone."""
 
-    rank = 0
-    size = 1
-    unanswered_s = 0.0
-
     def __init__(self) -> None:
+        self.rank, self.size, self.unanswered_s = 0, 1, 0.0
         self.while_waiting: Callable[[], None] = lambda: None
         """Never called: there is nobody to wait for."""
-        self._board = StatusBoard(_NoTransport(), Signer(b"", ""), self.rank)
+        self._posted: dict[str, bytes] = {}
 
     def exchange(self, payload: bytes, *, timeout: float) -> list[bytes]:
-        """Return the payload: there is nobody else."""
         return [payload]
 
     def barrier(self, timeout: float, *, on_wait: OnWait | None = None) -> None:
         """Return: everybody is here."""
 
     def post(self, key: str, value: bytes) -> None:
-        """Keep it for this process to read."""
-        self._board.post(key, value)
+        self._posted.pop(key, None)
+        if value:
+            self._posted[key] = value
 
     def read(self, key: str) -> dict[int, bytes]:
-        """Return what this process has posted."""
-        return self._board.read(key)
+        value = latest_post(self._posted, key)
+        return {} if value is None else {0: value}
 
     def report_failure(self, text: str) -> None:
         """Do nothing: there is nobody to tell."""
 
     def failures(self) -> dict[int, str]:
-        """Return no failures: nobody else can fail."""
         return {}
 
     def abort(self, code: int) -> NoReturn:
-        """End this process."""
         end_process(code)
 
     def close(self) -> None:
         """Do nothing: nothing is held."""
-
-
-class _NoTransport:
-    """Carries nothing: there is nobody else."""
-
-    def post(self, message: bytes) -> None:
-        """See `BoardTransport.post`."""
-
-    def posted(self) -> dict[int, bytes]:
-        """See `BoardTransport.posted`."""
-        return {}
 
 
 def open_control(

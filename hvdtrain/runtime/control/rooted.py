@@ -1,27 +1,34 @@
 """The control channel over any transport that takes messages to rank 0 and back.
 
 Rank 0 gathers one signed part from each rank and publishes one signed answer. While it waits it publishes who
-is missing, so that every rank can name them when its patience ends.
+is missing, so that every rank can name them when its patience ends. Beside the exchanges, the status board shows what
+each rank posted last.
 """
 
 import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal, NoReturn, Protocol
 
 from hvdtrain.config.errors import LaunchError, MissingRankError
-from hvdtrain.runtime.control.board import BoardTransport, StatusBoard
-from hvdtrain.runtime.control.channel import OnWait, Refusals, UnansweredTime, flush_output, name_ranks
+from hvdtrain.runtime.control.channel import OnWait, flush_output, latest_post, name_ranks
 from hvdtrain.runtime.control.signing import Signer
 
 _MOST_NAMED = 64
 """Missing ranks told to the others; keeps the message small enough that MPI sends it without a handshake."""
+_VERSION_BYTES = 8
+PATIENCE_S = 3.0
+"""Messages of a rank that are wrongly signed for so long are its own: it has another secret."""
+APART_S = 2.5
+"""Wrongly signed messages further apart have nothing to do with one another."""
+_LONGEST_S = 5.0
+"""What one request counts at most: each gives up after a second or two, unless the whole process stood still."""
 
 
-class Transport(BoardTransport, Protocol):
+class Transport(Protocol):
     """Takes messages to rank 0 and back, without waiting and without looking into them.
 
     All may raise LaunchError when the transport itself is broken.
@@ -30,7 +37,7 @@ class Transport(BoardTransport, Protocol):
     longest_pause: float
     """Seconds to which the pause between two looks for a message grows."""
     others_may_write: bool
-    """Whether processes that are no ranks may write messages, or replace those of ranks."""
+    """Whether processes that are not ranks may write messages, or replace those of ranks."""
 
     def send(self, sequence: int, message: bytes) -> None:
         """Send this rank's part of exchange ``sequence`` to rank 0."""
@@ -52,6 +59,12 @@ class Transport(BoardTransport, Protocol):
 
     def received_failures(self, known: Collection[int]) -> dict[int, bytes]:
         """Return failure reports of ranks that are not yet ``known``; may leave some for the next call."""
+
+    def post(self, message: bytes) -> None:
+        """Put this rank's board in place of its earlier one."""
+
+    def posted(self) -> Mapping[int, bytes]:
+        """Return the boards of the other ranks, as far as they are here."""
 
     def abort(self, code: int) -> NoReturn:
         """End the job."""
@@ -77,24 +90,90 @@ class _Answer:
     @classmethod
     def decode(cls, message: bytes) -> tuple["_Answer", list[bytes]]:
         header, _, rest = message.partition(b"\n")
-        answer = cls(**json.loads(header))
-        ends = [sum(answer.lengths[: i + 1]) for i in range(len(answer.lengths))]
-        return answer, [rest[end - n : end] for end, n in zip(ends, answer.lengths, strict=True)]
+        answer, parts, begin = cls(**json.loads(header)), [], 0
+        for length in answer.lengths:
+            parts.append(rest[begin : begin + length])
+            begin += length
+        return answer, parts
 
 
-class _Pause:
-    """Sleeps that grow from 1 ms, so that waiting burns no core."""
+def _pauses(longest: float) -> Iterator[float]:
+    """Yield seconds to sleep between two looks: from 1 ms, growing, so that waiting burns no core."""
+    pause = 0.001
+    while True:
+        yield pause
+        pause = min(pause * 1.5, longest)
 
-    def __init__(self, longest: float) -> None:
-        self._longest = longest
-        self.reset()
 
-    def reset(self) -> None:
-        self._next = 0.001
+class _Refusals:
+    """Decides about wrongly signed messages during one exchange.
 
-    def sleep(self) -> None:
-        time.sleep(self._next)
-        self._next = min(self._next * 1.5, self._longest)
+    Args:
+        rank: this process's rank. Rank 0 gives up first, while the others still send their messages again.
+        others_may_write: whether processes that are not ranks may have written them; if not, none is passed over.
+    """
+
+    def __init__(self, rank: int, others_may_write: bool) -> None:
+        patience = PATIENCE_S if rank == 0 else PATIENCE_S + 1.0
+        self._patience = patience if others_may_write else 0.0
+        self.seen: dict[int, tuple[float, float, LaunchError]] = {}
+        """Of each sender the times of the first and the last such message, and the error of the last."""
+
+    def note(self, sender: int, error: LaunchError) -> None:
+        """Note a message of `sender`, and raise `error` where they have been coming for too long."""
+        now = time.monotonic()
+        first, last, _ = self.seen.get(sender, (now, now, error))
+        first = now if now - last > APART_S else first
+        self.seen[sender] = first, now, error
+        if now - first >= self._patience:
+            raise error
+
+    def of(self, senders: Sequence[int]) -> LaunchError | None:
+        """Return the error of one of `senders`, if any sent such a message."""
+        return next((self.seen[sender][2] for sender in senders if sender in self.seen), None)
+
+
+class _StatusBoard:
+    """The latest value of each key and rank. Every method may be called from any thread.
+
+    A rank's entries travel together, signed and with a version: an older message never replaces a newer one, and a
+    forged one is passed over.
+    """
+
+    def __init__(self, transport: Transport, signer: Signer, rank: int) -> None:
+        self._transport = transport
+        self._signer = signer
+        self._rank = rank
+        self._lock = threading.Lock()
+        self._versions = {rank: 0}
+        self._entries: dict[int, dict[str, bytes]] = {rank: {}}
+        """Of each rank what it has posted, in this order."""
+
+    def post(self, key: str, value: bytes) -> None:
+        with self._lock:
+            mine = self._entries[self._rank]
+            mine.pop(key, None)
+            if value:
+                mine[key] = value
+            version = self._versions[self._rank] = self._versions[self._rank] + 1
+            text = json.dumps({name: value.decode("latin-1") for name, value in mine.items()}).encode()
+            message = self._signer.sign(text, purpose="board", sequence=version, sender=self._rank)
+            self._transport.post(version.to_bytes(_VERSION_BYTES, "big") + message)
+
+    def read(self, key: str) -> dict[int, bytes]:
+        with self._lock:
+            for rank, message in self._transport.posted().items():
+                version = int.from_bytes(message[:_VERSION_BYTES], "big")
+                if version > self._versions.get(rank, -1):
+                    with contextlib.suppress(LaunchError):  # forged: as if it had not come
+                        text = self._signer.open(
+                            message[_VERSION_BYTES:], purpose="board", sequence=version, sender=rank
+                        )
+                        entries = json.loads(text).items()
+                        self._entries[rank] = {name: value.encode("latin-1") for name, value in entries}
+                        self._versions[rank] = version
+            found = {rank: latest_post(entries, key) for rank, entries in sorted(self._entries.items())}
+            return {rank: value for rank, value in found.items() if value is not None}
 
 
 class RootedChannel:
@@ -103,6 +182,8 @@ class RootedChannel:
     def __init__(self, transport: Transport, signer: Signer, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
+        self.unanswered_s = 0.0
+        self.while_waiting: Callable[[], None] = lambda: None
         self._transport = transport
         self._signer = signer
         self._sequence = 0
@@ -110,14 +191,7 @@ class RootedChannel:
         self._reading_failures = threading.Lock()
         self._failures: dict[int, str] = {}
         self._closed = False
-        self.while_waiting: Callable[[], None] = _do_nothing
-        """Called about once a second while ranks are missing in an exchange; raises where they will not come."""
-        self._board = StatusBoard(transport, signer, rank)
-        self._unanswered = UnansweredTime()
-
-    @property
-    def unanswered_s(self) -> float:
-        return self._unanswered.seconds
+        self._board = _StatusBoard(transport, signer, rank)
 
     def exchange(self, payload: bytes, *, timeout: float) -> list[bytes]:
         return self._exchange(payload, timeout)
@@ -133,11 +207,11 @@ class RootedChannel:
         self._exchange(b"", timeout, on_wait=on_wait)
 
     def post(self, key: str, value: bytes) -> None:
-        with self._unanswered.measured():
+        with self._measured():
             self._board.post(key, value)
 
     def read(self, key: str) -> dict[int, bytes]:
-        with self._unanswered.measured():
+        with self._measured():
             return self._board.read(key)
 
     def report_failure(self, text: str) -> None:
@@ -149,8 +223,11 @@ class RootedChannel:
         with self._reading_failures:
             if not self._closed:
                 # The launcher may be gone; others learn of it elsewhere.
-                with contextlib.suppress(Exception), self._unanswered.measured():
-                    self._read_failures()
+                with contextlib.suppress(Exception), self._measured():
+                    for rank, message in self._transport.received_failures(self._failures.keys()).items():
+                        with contextlib.suppress(LaunchError):  # forged: as if it had not come
+                            text = self._signer.open(message, purpose="failure", sequence=0, sender=rank)
+                            self._failures.setdefault(rank, text.decode(errors="replace"))
             return dict(self._failures)
 
     def abort(self, code: int) -> NoReturn:
@@ -163,51 +240,60 @@ class RootedChannel:
                 self._closed = True
                 self._transport.close()
 
-    def _read_failures(self) -> None:
-        for rank, message in self._transport.received_failures(self._failures.keys()).items():
-            with contextlib.suppress(LaunchError):  # forged: as if it had not come
-                text = self._signer.open(message, purpose="failure", sequence=0, sender=rank)
-                self._failures.setdefault(rank, text.decode(errors="replace"))
+    @contextlib.contextmanager
+    def _measured(self) -> Iterator[None]:
+        """Context of a request, whose seconds count as unanswered where it raises."""
+        begun = time.monotonic()
+        try:
+            yield
+        except Exception:
+            self.unanswered_s += min(time.monotonic() - begun, _LONGEST_S)
+            raise
 
     def _exchange(
         self, payload: bytes, timeout: float, *, refuse_stale: bool = True, on_wait: OnWait | None = None
     ) -> list[bytes]:
         with self._exchanging:
             sequence, self._sequence = self._sequence, self._sequence + 1
-            say = on_wait or _wait_silently
 
             def waits(missing: Sequence[int]) -> None:
-                say(missing)
+                if on_wait is not None:
+                    on_wait(missing)
                 self.while_waiting()
 
-            if self.rank == 0:
-                return self._lead(sequence, payload, timeout, waits)
-            return self._follow(sequence, payload=payload, timeout=timeout, refuse_stale=refuse_stale, on_wait=waits)
-
-    def _lead(self, sequence: int, payload: bytes, timeout: float, on_wait: OnWait) -> list[bytes]:
-        deadline = time.monotonic() + timeout
-        try:
-            parts = self._gather(sequence, payload=payload, timeout=timeout, deadline=deadline, on_wait=on_wait)
-        except LaunchError as error:
-            late = isinstance(error, MissingRankError)
-            self._publish(sequence, _Answer("failed", text=error.message, late=late).encode(), range(1, self.size))
-            raise
-        done = _Answer("done", lengths=[len(part) for part in parts])
-        self._publish(sequence, done.encode(parts), range(1, self.size))
-        self._transport.finish(sequence, deadline)
-        return parts
+            if self.rank != 0:
+                return self._follow(
+                    sequence, payload=payload, timeout=timeout, refuse_stale=refuse_stale, on_wait=waits
+                )
+            deadline, others = time.monotonic() + timeout, range(1, self.size)
+            try:
+                parts = self._gather(sequence, payload=payload, timeout=timeout, deadline=deadline, on_wait=waits)
+            except LaunchError as error:
+                late = isinstance(error, MissingRankError)
+                self._publish(sequence, _Answer("failed", text=error.message, late=late).encode(), others)
+                raise
+            done = _Answer("done", lengths=[len(part) for part in parts])
+            self._publish(sequence, done.encode(parts), others)
+            self._transport.finish(sequence, deadline)
+            return parts
 
     def _gather(self, sequence: int, payload: bytes, timeout: float, deadline: float, on_wait: OnWait) -> list[bytes]:
         """Return every rank's part; tell those that wait who is missing, about once a second."""
         parts, missing = {0: payload}, list(range(1, self.size))
-        pause, interval = _Pause(self._transport.longest_pause), max(0.001 * self.size, min(1.0, timeout / 4))
-        refusals, telling = self._refusals(), time.monotonic() + interval
+        pauses, interval = _pauses(self._transport.longest_pause), max(0.001 * self.size, min(1.0, timeout / 4))
+        refusals = _Refusals(self.rank, self._transport.others_may_write)
+        telling = time.monotonic() + interval
         while missing:
             now = time.monotonic()
-            tell = now >= min(telling, deadline)
-            came = self._take(sequence, missing if tell else missing[:1], refusals)
-            parts.update(came)
-            missing = [rank for rank in missing if rank not in came]
+            tell, before = now >= min(telling, deadline), len(parts)
+            for rank in missing if tell else missing[:1]:
+                message = self._transport.received(rank, sequence)
+                try:
+                    if message is not None:
+                        parts[rank] = self._signer.open(message, purpose="part", sequence=sequence, sender=rank)
+                except LaunchError as error:
+                    refusals.note(rank, error)
+            missing = [rank for rank in missing if rank not in parts]
             if missing and now >= deadline:
                 raise refusals.of(missing) or self._late(missing, timeout)
             if missing and tell:
@@ -215,26 +301,11 @@ class RootedChannel:
                 self._publish(sequence, waiting, parts.keys() - {0})
                 on_wait(missing)
                 telling = now + interval
-            if came:
-                pause.reset()
+            if len(parts) > before:
+                pauses = _pauses(self._transport.longest_pause)
             elif missing:
-                pause.sleep()
+                time.sleep(next(pauses))
         return [parts[rank] for rank in range(self.size)]
-
-    def _take(self, sequence: int, ranks: Sequence[int], refusals: Refusals) -> dict[int, bytes]:
-        """Return the parts of those of ``ranks`` that are there."""
-        parts = {}
-        for rank in ranks:
-            message = self._transport.received(rank, sequence)
-            try:
-                if message is not None:
-                    parts[rank] = self._signer.open(message, purpose="part", sequence=sequence, sender=rank)
-            except LaunchError as error:
-                refusals.note(rank, error)
-        return parts
-
-    def _refusals(self) -> Refusals:
-        return Refusals(self.rank, self._transport.others_may_write)
 
     def _publish(self, sequence: int, answer: bytes, ranks: Collection[int]) -> None:
         message = self._signer.sign(answer, purpose="answer", sequence=sequence, sender=0)
@@ -245,16 +316,23 @@ class RootedChannel:
     ) -> list[bytes]:
         # Rank 0 gives up first, so that all ranks raise with its words.
         deadline = time.monotonic() + timeout + min(1.0, 0.2 * timeout)
-        pause, missing, telling = _Pause(self._transport.longest_pause), [0], time.monotonic() + 1.0
-        refusals, is_missing = self._refusals(), False
+        pauses, missing, telling = _pauses(self._transport.longest_pause), [0], time.monotonic() + 1.0
+        refusals, is_missing = _Refusals(self.rank, self._transport.others_may_write), False
         message = self._signer.sign(payload, purpose="part", sequence=sequence, sender=self.rank)
         self._transport.send(sequence, message)
         while time.monotonic() < deadline:
-            answer, parts = self._look(sequence, refusals)
-            if answer is not None:
-                if self._is_mine(answer, parts, payload):
+            published, text = self._transport.published(sequence), None
+            try:
+                if published is not None:
+                    text = self._signer.open(published, purpose="answer", sequence=sequence, sender=0)
+            except LaunchError as error:
+                refusals.note(0, error)
+            if text is not None:
+                answer, parts = _Answer.decode(text)
+                done = answer.state == "done"
+                if done and len(parts) == self.size and parts[self.rank] == payload:
                     return parts
-                if answer.state == "failed" or (refuse_stale and answer.state == "done"):
+                if answer.state == "failed" or (refuse_stale and done):
                     kind = MissingRankError if answer.late else LaunchError
                     raise kind(answer.text or f"Rank 0 lost this rank's part of exchange {sequence}.")
                 is_missing = self.rank in answer.missing
@@ -262,34 +340,13 @@ class RootedChannel:
             if time.monotonic() >= telling:
                 on_wait(missing)
                 telling += 1.0
-                if self._transport.others_may_write and (is_missing or refusals):
+                if self._transport.others_may_write and (is_missing or refusals.seen):
                     self._transport.send(sequence, message)
-            pause.sleep()
+            time.sleep(next(pauses))
         raise refusals.of([0]) or self._late(missing, timeout)
-
-    def _look(self, sequence: int, refusals: Refusals) -> tuple[_Answer | None, list[bytes]]:
-        """Return rank 0's answer and what it holds, or None while there is none."""
-        published = self._transport.published(sequence)
-        try:
-            if published is not None:
-                return _Answer.decode(self._signer.open(published, purpose="answer", sequence=sequence, sender=0))
-        except LaunchError as error:
-            refusals.note(0, error)
-        return None, []
-
-    def _is_mine(self, answer: _Answer, parts: Sequence[bytes], payload: bytes) -> bool:
-        return answer.state == "done" and len(parts) == self.size and parts[self.rank] == payload
 
     def _late(self, missing: Sequence[int], timeout: float) -> LaunchError:
         return MissingRankError(
             f"No message from {name_ranks(missing)} of {self.size} within {timeout:g} s: not started, still "
             "starting, or hanging."
         )
-
-
-def _do_nothing() -> None:
-    """Wait on: nothing is known of the others."""
-
-
-def _wait_silently(missing: Sequence[int]) -> None:
-    """Say nothing: most exchanges take milliseconds."""

@@ -18,7 +18,8 @@ from hvdtrain.config.errors import LaunchError
 from hvdtrain.runtime.launchers import SECRET_FILE_VARIABLE, SECRET_VARIABLE
 
 _MAC_BYTES = hashlib.sha256().digest_size
-_KEY_BYTES = 32
+KEY_BYTES = 32
+"""Of a random secret."""
 
 
 class Signer:
@@ -59,12 +60,10 @@ def secret_from_environment(environ: Mapping[str, str] = os.environ) -> bytes | 
     Raises:
         LaunchError: the file cannot be read, is empty, belongs to somebody else, or others may read it.
     """
-    given = environ.get(SECRET_VARIABLE, "").encode()
-    path = environ.get(SECRET_FILE_VARIABLE)
-    return given or (_secret_in_file(Path(path)) if path else None)
-
-
-def _secret_in_file(path: Path) -> bytes:
+    given, name = environ.get(SECRET_VARIABLE, "").encode(), environ.get(SECRET_FILE_VARIABLE)
+    if given or not name:
+        return given or None
+    path = Path(name)
     try:
         with open(path, "rb") as file:
             _refuse_exposed(path, os.fstat(file.fileno()), "make another secret")
@@ -77,11 +76,6 @@ def _secret_in_file(path: Path) -> bytes:
     if not secret:
         raise LaunchError(f"{SECRET_FILE_VARIABLE} must name a file with the job's secret. Received: {path}, empty.")
     return secret
-
-
-def draw_secret() -> bytes:
-    """Return a new random secret of 32 bytes."""
-    return secrets.token_bytes(_KEY_BYTES)
 
 
 def secret_from_key_file(job_id: str, environ: Mapping[str, str] = os.environ) -> bytes:
@@ -118,8 +112,8 @@ def _read_key(path: Path) -> bytes | None:
             key = file.read()
     except FileNotFoundError:
         return None
-    if len(key) != _KEY_BYTES:
-        raise LaunchError(f"{path} must hold {_KEY_BYTES} bytes. Received: {len(key)}. Remove it: a new one is made.")
+    if len(key) != KEY_BYTES:
+        raise LaunchError(f"{path} must hold {KEY_BYTES} bytes. Received: {len(key)}. Remove it: a new one is made.")
     return key
 
 
@@ -140,7 +134,7 @@ def _create_key(path: Path) -> bytes:
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with open(descriptor, "wb") as file:
-            file.write(draw_secret())
+            file.write(secrets.token_bytes(KEY_BYTES))
         with contextlib.suppress(FileExistsError):
             os.link(draft, path)  # unlike a rename, never replaces another rank's
     finally:

@@ -33,12 +33,6 @@ _FAILURES_A_CALL = 64
 """Ranks asked for a failure report in one look, so that a look stays short in a large job."""
 
 
-_ADVICE = (
-    "If horovodrun still runs, this host cannot reach that address, or has it itself: name an interface by which all "
-    "hosts reach one another with horovodrun --network-interfaces. This host has {}."
-)
-
-
 class Store:
     """PUT, GET and DELETE on Horovod's rendezvous store."""
 
@@ -61,10 +55,6 @@ class Store:
         """Return the same store, asked for so many seconds."""
         return Store(self._address, self._port, patience, self._most)
 
-    def with_most(self, most: int) -> "Store":
-        """Return the same store, with values of so many bytes at most."""
-        return Store(self._address, self._port, self._patience, most)
-
     def put(self, scope: str, key: str, value: bytes) -> None:
         """Write a value, in place of an earlier one."""
         status, _ = self._request("PUT", f"/{scope}/{key}", value)
@@ -83,34 +73,33 @@ class Store:
     def __str__(self) -> str:
         return f"{self._host}:{self._port}"
 
-    def _request(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
+    def _request(self, method: str, path: str, value: bytes | None = None) -> tuple[int, bytes]:
         """Ask until there is an answer: many ranks at once overrun the short queue of the server.
+
+        A body so long that no rank of this job can have written it is not read.
 
         Raises:
             LaunchError: none came for ``patience`` seconds.
         """
         deadline = time.monotonic() + self._patience
         while True:
+            connection = http.client.HTTPConnection(self._host, self._port, timeout=_CONNECT_S)
             try:
-                return self._ask(method, path, body)
+                with contextlib.closing(connection):
+                    connection.connect()
+                    connection.sock.settimeout(max(1.0, self._patience))
+                    connection.request(method, self._path + path, body=value)
+                    response = connection.getresponse()
+                    too_long = (response.length or 0) > self._most
+                    return response.status, b"" if too_long else response.read(self._most)
             except (OSError, http.client.HTTPException) as error:
                 if time.monotonic() > deadline:
-                    advice = _ADVICE.format(candidates())
-                    raise LaunchError(f"Horovod's store at {self} does not answer ({error}). {advice}") from error
+                    raise LaunchError(
+                        f"Horovod's store at {self} does not answer ({error}). If horovodrun still runs, this host "
+                        "cannot reach that address, or has it itself: name an interface by which all hosts reach one "
+                        f"another with horovodrun --network-interfaces. This host has {candidates()}."
+                    ) from error
                 time.sleep(0.02)
-
-    def _ask(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=_CONNECT_S)
-        with contextlib.closing(connection):
-            connection.connect()
-            connection.sock.settimeout(max(1.0, self._patience))
-            connection.request(method, self._path + path, body=body)
-            response = connection.getresponse()
-            return response.status, self._read(response)
-
-    def _read(self, response: http.client.HTTPResponse) -> bytes:
-        """Return the body of an answer; none if it is so long that no rank of this job can have written it."""
-        return b"" if (response.length or 0) > self._most else response.read(self._most)
 
 
 def split_address(address: str, port: int) -> tuple[str, str]:
@@ -187,7 +176,10 @@ class StoreTransport:
         hint = store.get(self._scope, "failed")
         if hint is None:
             return {}
-        asked = dict.fromkeys([int(hint) if hint.isdigit() else 0, *self._turn()])
+        first, count = self._next_asked, min(self._size, _FAILURES_A_CALL)  # the others take their turns
+        self._next_asked = (first + count) % self._size
+        turn = ((first + i) % self._size for i in range(count))
+        asked = dict.fromkeys([int(hint) if hint.isdigit() else 0, *turn])
         ranks = [rank for rank in asked if rank != self._rank and rank not in known]
         messages = {rank: store.get(self._scope, f"failure-{rank}") for rank in ranks}
         return {rank: message for rank, message in messages.items() if message is not None}
@@ -212,16 +204,6 @@ class StoreTransport:
     def close(self) -> None:
         """Do nothing: no connection is held, and the store ends with horovodrun or rank 0."""
 
-    def clear_part(self) -> None:
-        """Empty this rank's part of the first exchange, which it may have sent once more after rank 0 had read it."""
-        self._store.put(self._scope, f"part-0-{self._rank}", b"")
-
-    def _turn(self) -> list[int]:
-        """Return the next ranks to ask, round and round."""
-        first, count = self._next_asked, min(self._size, _FAILURES_A_CALL)
-        self._next_asked = (first + count) % self._size
-        return [(first + i) % self._size for i in range(count)]
-
 
 def open_store(
     environment: Environment, *, timeout: float, environ: Mapping[str, str] = os.environ, generation: int = 0
@@ -235,16 +217,16 @@ def open_store(
     Raises:
         LaunchError: a rank is missing, the secrets differ, or the store does not answer.
     """
-    store = Store(environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], int(environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]))
+    address, port = environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], int(environ["HOROVOD_GLOO_RENDEZVOUS_PORT"])
     rank, size, job = environment.rank, environment.size, f"{environment.job_id} {generation}"
     given = secret_from_environment(environ) or environ.get(LAUNCHER_SECRET_VARIABLE, "").encode()
     secret = given or secret_from_key_file(environment.job_id, environ)
-    in_lobby = store.with_most(_MOST_IN_LOBBY)
-    lobby = StoreTransport(in_lobby, f"hvdtrain-lobby-{generation}", rank, size, consume=True)
+    in_lobby, scope = Store(address, port, most=_MOST_IN_LOBBY), f"hvdtrain-lobby-{generation}"
+    lobby = StoreTransport(in_lobby, scope, rank, size, consume=True)
     greeting = RootedChannel(lobby, Signer(secret, job), rank, size)
     numbers = greeting.greet(secrets.token_bytes(16), timeout=timeout)
-    lobby.clear_part()
+    in_lobby.put(scope, f"part-0-{rank}", b"")  # it may have been sent once more after rank 0 had read it
     session = hmac.digest(secret, b"session\0" + b"".join(numbers), "sha256").hex()[:32]
     kept_here = environment.store_on_rank_0 and rank == 0
-    room = StoreTransport(store, f"hvdtrain-{session}", rank, size, kept_here=kept_here)
+    room = StoreTransport(Store(address, port), f"hvdtrain-{session}", rank, size, kept_here=kept_here)
     return RootedChannel(room, Signer(secret, f"{job} {session}"), rank, size)

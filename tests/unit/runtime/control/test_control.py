@@ -5,7 +5,7 @@ import time
 import pytest
 
 from hvdtrain.config.errors import LaunchError
-from hvdtrain.runtime.control import channel
+from hvdtrain.runtime.control import rooted
 from hvdtrain.runtime.control.channel import name_ranks
 from hvdtrain.runtime.control.open import LocalChannel, open_control
 from hvdtrain.runtime.control.rooted import RootedChannel
@@ -18,7 +18,7 @@ from tests.unit.threaded_ranks import as_ranks, on_threads, rendezvous, start_se
 @pytest.fixture
 def impatient(monkeypatch):
     """Wrongly signed messages are waited out for a short while only."""
-    monkeypatch.setattr(channel, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(rooted, "PATIENCE_S", 0.2)
 
 
 def open_rank(rank, size, port, *, timeout=10.0, **more):

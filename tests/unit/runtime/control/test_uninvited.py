@@ -190,7 +190,7 @@ def test_a_greeting_that_is_overwritten_or_deleted_is_sent_again():
 def test_a_greeting_too_long_to_be_one_is_not_read():
     port = rendezvous()
     ask(port, "PUT", "/hvdtrain-lobby-0/part-0-1", b"x" * (2**22 + 1))
-    transport = Store("127.0.0.1", port).with_most(2**22)
+    transport = Store("127.0.0.1", port, most=2**22)
     assert transport.get("hvdtrain-lobby-0", "part-0-1") is None
     assert Store("127.0.0.1", port).get("hvdtrain-lobby-0", "part-0-1") is not None
 
