@@ -1,6 +1,5 @@
 """What a run's result may depend on: versions, machine and settings, as JSON and as text for a bug report."""
 
-import importlib.metadata
 import os
 import platform
 import re
@@ -9,7 +8,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hvdtrain.runtime.diagnosis.machine import GIB, MIB, Machine, first_line, read_machine, run
+from hvdtrain.runtime.control.agreement import version_of
+from hvdtrain.runtime.diagnosis.machine import GIB, MIB, first_line, read_machine, run
 from hvdtrain.runtime.diagnosis.probe import probe
 from hvdtrain.runtime.horovod_patches import installed_hashes, series_hashes
 
@@ -37,19 +37,35 @@ def collect_environment(*, full: bool = False) -> dict[str, Any]:
         full: also run programs (nvidia-smi, mpirun) and import TensorFlow and Horovod in a process of their
             own, which takes seconds. Without it, this takes milliseconds and starts no process.
     """
-    facts = {
+    machine = read_machine()
+    limits = {"memory_gib": round(machine.memory / GIB, 1)}
+    limits["available_memory_gib"] = round(machine.available_memory / GIB, 1)
+    names = ("system", "kernel", "libc", "cpu", "cores", "usable_cores", "cpu_quota")
+    facts: dict[str, Any] = {
         "packages": package_versions(),
         "horovod_patches": horovod_patches(),
         "python": {"version": platform.python_version(), "executable": sys.executable},
-        "machine": _machine_facts(read_machine()),
+        "machine": {
+            **{name: getattr(machine, name) for name in names},
+            **limits,
+            "shm_mib": None if machine.shm is None else machine.shm // MIB,
+        },
         "variables": relevant_variables(os.environ),
     }
-    return facts | (_tried_facts() if full else {})
+    if full:
+        programs = {name: shutil.which(name) for name in ("mpirun", "mpicxx")}
+        facts["loaded"] = probe()
+        facts["mpi"] = {
+            name: path and f"{path}: {first_line([path, '--version']) or 'does not start'}"
+            for name, path in programs.items()
+        }
+        facts["gpus"] = nvidia_gpus()
+    return facts
 
 
 def package_versions() -> dict[str, str | None]:
     """Return the installed versions; None for what is not installed."""
-    return {name: _version(name, *_ALSO_KNOWN_AS.get(name, ())) for name in PACKAGES}
+    return {name: version_of(name, *_ALSO_KNOWN_AS.get(name, ())) for name in PACKAGES}
 
 
 def horovod_patches() -> list[str]:
@@ -59,52 +75,10 @@ def horovod_patches() -> list[str]:
     return [name if known.get(name) == digest else f"{name} ({digest})" for name, digest in installed]
 
 
-def _version(*names: str) -> str | None:
-    for name in names:
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
-
-
-def _machine_facts(machine: Machine) -> dict[str, Any]:
-    return {
-        "system": machine.system,
-        "kernel": machine.kernel,
-        "libc": machine.libc,
-        "cpu": machine.cpu,
-        "cores": machine.cores,
-        "usable_cores": machine.usable_cores,
-        "cpu_quota": machine.cpu_quota,
-        "memory_gib": round(machine.memory / GIB, 1),
-        "available_memory_gib": round(machine.available_memory / GIB, 1),
-        "shm_mib": None if machine.shm is None else machine.shm // MIB,
-    }
-
-
 def relevant_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables that training may depend on, by name; secrets are masked."""
     names = sorted(name for name in environ if _VARIABLES.match(name))
     return {name: "***" if _SECRET.search(name) else _IN_URL.sub("***@", environ[name]) for name in names}
-
-
-def _tried_facts() -> dict[str, Any]:
-    """Return what can be told only by running programs and loading libraries."""
-    return {
-        "loaded": probe(),
-        "mpi": {
-            "mpirun": _program("mpirun", "--version"),
-            "mpicxx": _program("mpicxx", "--version"),
-        },
-        "gpus": nvidia_gpus(),
-    }
-
-
-def _program(name: str, option: str) -> str | None:
-    """Return where a program is and the first line it says of itself; None where there is none."""
-    path = shutil.which(name)
-    return f"{path}: {first_line([path, option]) or 'does not start'}" if path else None
 
 
 def nvidia_gpus() -> list[str]:
@@ -125,13 +99,11 @@ def report_lines(facts: Mapping[str, Any], depth: int = 0) -> Iterator[str]:
             yield f"{indent}{name}:"
             yield from report_lines(value, depth + 1)
         else:
-            yield f"{indent}{name}: {_said(value)}"
-
-
-def _said(value: Any) -> str:
-    """Return a value as one line."""
-    if value is None or value in ({}, []):
-        return "none"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return "; ".join(map(str, value)) if isinstance(value, list) else " | ".join(str(value).splitlines())
+            said = " | ".join(str(value).splitlines())
+            if value is None or value in ({}, []):
+                said = "none"
+            elif isinstance(value, bool):
+                said = "yes" if value else "no"
+            elif isinstance(value, list):
+                said = "; ".join(map(str, value))
+            yield f"{indent}{name}: {said}"

@@ -2,9 +2,8 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.runtime.diagnosis import gpus, machine, software
@@ -20,7 +19,7 @@ from hvdtrain.runtime.diagnosis.machine import (
     warning,
     what_went_wrong,
 )
-from hvdtrain.runtime.diagnosis.probe import Finding, probe
+from hvdtrain.runtime.diagnosis.probe import probe
 from hvdtrain.runtime.diagnosis.software import SETUP
 from hvdtrain.runtime.malloc import choose_malloc, faults_of_reuse
 from hvdtrain.runtime.python_environment import PythonEnvironment, activate
@@ -72,29 +71,20 @@ def check_ranks(controller: str, launcher: Sequence[str], *, timeout: float = TI
     """Let two ranks that `launcher` starts sum a tensor, and check what came out."""
     name = f"2 ranks, {'MPI' if controller == 'mpi' else 'Gloo'}"
     command = [*launcher, sys.executable, "-m", "hvdtrain.runtime.selfcheck"]
-    again = f"see all of it: {_shown(command)}"
+    again = "see all of it: " + " ".join([Path(command[0]).name, *command[1:-3], "python", *command[-2:]])
     try:
         outcome = run(command, timeout=timeout, environ=launch_environment(os.environ))
     except OSError as error:
         return failed(name, f"{launcher[0]}: {error.strerror}", f"{activate()}, or {SETUP}")
     report = find_report(outcome.output)
-    if outcome.returncode == 0 and report and report["ok"]:
-        return _check_report(name, controller, report)
-    return failed(name, what_went_wrong(outcome, report, timeout), again)
-
-
-def _check_report(name: str, controller: str, report: Mapping[str, Any]) -> Check:
-    """Check that the sum that came out right is one over two ranks and this controller."""
+    if outcome.returncode != 0 or not report or not report["ok"]:
+        return failed(name, what_went_wrong(outcome, report, timeout), again)
     if report["size"] != 2:
         detail = f"{report['size']} rank instead of 2: launcher and Horovod belong to different MPI libraries"
         return failed(name, detail, f"{SETUP}, with the mpirun on PATH that is to start the ranks")
     if report["controller"] != controller:
         return failed(name, f"the ranks spoke {report['controller']}", "unset HOROVOD_CONTROLLER")
     return ok(name, "an all-reduce adds up")
-
-
-def _shown(command: Sequence[str]) -> str:
-    return " ".join([Path(command[0]).name, *command[1:-3], "python", *command[-2:]])
 
 
 def diagnose(announce: Callable[[str], None] = lambda what: None) -> Iterator[Check]:
@@ -109,37 +99,28 @@ def diagnose(announce: Callable[[str], None] = lambda what: None) -> Iterator[Ch
     yield software.check_tensorflow(found["tensorflow"])
     yield software.check_keras(found["keras"])
     yield software.check_horovod(found["horovod"], found["tensorflow"])
-    if "version" in found["horovod"]:
-        yield from _check_exchange(found, announce)
-    yield from _check_host()
-    announce("looking for GPUs")
-    yield from gpus.check_gpus(found["tensorflow"], found["horovod"])
-    yield machine.check_key()
-
-
-def _check_exchange(found: dict[str, Finding], announce: Callable[[str], None]) -> Iterator[Check]:
-    """Check what only a usable Horovod can do."""
     horovod = found["horovod"]
-    yield software.check_controllers(horovod)
-    mpi = software.check_mpi(horovod, found["mpi4py"])
-    yield mpi
-    announce("initializing Horovod in one process")
-    yield check_horovod_alone()
-    if horovod["mpi"] and mpi.status == "ok":
-        announce("initializing MPI in one process")
-        yield check_mpi_alone()
-    if horovod["gloo"]:
-        announce("reducing over 2 ranks with Gloo")
-        yield check_gloo()
-    if horovod["mpi"] and mpi.status == "ok":
-        announce("reducing over 2 ranks with MPI")
-        yield check_mpi()
-
-
-def _check_host() -> Iterator[Check]:
+    if "version" in horovod:
+        yield software.check_controllers(horovod)
+        mpi = software.check_mpi(horovod, found["mpi4py"])
+        yield mpi
+        announce("initializing Horovod in one process")
+        yield check_horovod_alone()
+        if horovod["mpi"] and mpi.status == "ok":
+            announce("initializing MPI in one process")
+            yield check_mpi_alone()
+        if horovod["gloo"]:
+            announce("reducing over 2 ranks with Gloo")
+            yield check_gloo()
+        if horovod["mpi"] and mpi.status == "ok":
+            announce("reducing over 2 ranks with MPI")
+            yield check_mpi()
     facts = read_machine()
     yield machine.check_cores(facts)
     yield machine.check_memory(facts)
     malloc = choose_malloc(RuntimeConfig.malloc)  # for the rest of this process, as in training
     yield machine.check_malloc(malloc, faults_of_reuse(machine.REUSED_MIB))
     yield machine.check_shm(facts)
+    announce("looking for GPUs")
+    yield from gpus.check_gpus(found["tensorflow"], horovod)
+    yield machine.check_key()

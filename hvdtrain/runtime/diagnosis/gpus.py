@@ -64,13 +64,9 @@ def check_libraries(tensorflow: Finding, horovod: Finding) -> Check:
     if "nccl" in horovod and not horovod["nccl"]:
         detail = f"{tensorflow['gpus']}; Horovod is built without NCCL and reduces over the host's memory"
         return warning("GPUs", detail, "python -m hvdtrain setup --gpu")
-    return ok("GPUs", f"{tensorflow['gpus']}; Horovod reduces on them by NCCL {nccl_version(horovod)}".rstrip())
-
-
-def nccl_version(horovod: Finding) -> str:
-    """Return ``2.32.3`` of NCCL's number 23203."""
-    number = int(horovod.get("nccl", 0))
-    return f"{number // 10_000}.{number // 100 % 100}.{number % 100}" if number else ""
+    number = int(horovod.get("nccl", 0))  # 23203 is 2.32.3
+    version = f"{number // 10_000}.{number // 100 % 100}.{number % 100}" if number else ""
+    return ok("GPUs", f"{tensorflow['gpus']}; Horovod reduces on them by NCCL {version}".rstrip())
 
 
 def check_training(gpus: int, *, timeout: float = TIMEOUT) -> Check:
@@ -84,18 +80,13 @@ def check_training(gpus: int, *, timeout: float = TIMEOUT) -> Check:
     outcome = run(command, timeout=timeout, environ=environ)
     report = find_report(outcome.output)
     again = f"see all of it: NCCL_DEBUG=INFO horovodrun -np {gpus} python -m {MODULE}"
+    if report and not report["ok"] and "error" not in report and not report.get("wrong_elements"):
+        last = {dtype: f"{pair[1]:.4f}" for dtype, pair in report["losses"].items()}
+        fell = f"fell to {last['float32']} in float32 and to {last['float16']} in float16"
+        return failed(name, f"a loss of {report['losses']['float32'][0]:.4f} {fell}", again)
     if outcome.returncode != 0 or report is None or not report["ok"]:
-        return failed(name, _why(report) or what_went_wrong(outcome, report, timeout), again)
+        return failed(name, what_went_wrong(outcome, report, timeout), again)
     if report["size"] != gpus or report["device"] == "CPU":
         return failed(name, f"{report['size']} ranks trained on {report['device']}", again)
     rate = f"{report['gigabytes_per_second']:.1f} GB/s in an all-reduce of 64 MB"
     return ok(name, f"{report['device']}; {rate}; float16 learns as float32 does")
-
-
-def _why(report: Finding | None) -> str:
-    """Tell what a report that came to its end found wrong besides sums."""
-    if not report or "error" in report or report.get("wrong_elements"):
-        return ""
-    last = {dtype: f"{pair[1]:.4f}" for dtype, pair in report["losses"].items()}
-    first = report["losses"]["float32"][0]
-    return f"a loss of {first:.4f} fell to {last['float32']} in float32 and to {last['float16']} in float16"

@@ -1,5 +1,6 @@
 """Facts about the machine; reading them starts no process and takes milliseconds."""
 
+import contextlib
 import json
 import mmap
 import os
@@ -76,9 +77,9 @@ class Machine:
     usable_cores: int
     """Cores in this process's affinity mask."""
     cpu_quota: float | None
-    """Cores' worth of time that its control group may use; None where there is no limit."""
+    """CPU quota of the cgroup in cores; None if unlimited."""
     memory: int
-    """Bytes in the machine, or in the control group's limit where that is less."""
+    """Bytes in the machine, or in the cgroup's limit where that is less."""
     available_memory: int
     """Bytes that can still be used."""
     shm: int | None
@@ -88,27 +89,37 @@ class Machine:
 
 def read_machine() -> Machine:
     """Return what is known about this machine."""
-    memory, available = _memory()
+    system = platform.system()
+    with contextlib.suppress(OSError, KeyError):
+        system = platform.freedesktop_os_release()["PRETTY_NAME"]
+    cpu = re.search(r"^model name\s*:\s*(.+)$", _text(Path("/proc/cpuinfo")), flags=re.MULTILINE)
+    memory, limits = psutil.virtual_memory(), memory_limits()
     shm = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
     return Machine(
-        system=_system(),
+        system=system,
         kernel=platform.release(),
         libc=" ".join(platform.libc_ver()).strip() or "unknown",
-        cpu=_cpu_model(Path("/proc/cpuinfo")),
+        cpu=cpu[1] if cpu else platform.machine(),
         cores=os.cpu_count() or 1,
         usable_cores=len(os.sched_getaffinity(0)),
         cpu_quota=cpu_quota(),
-        memory=memory,
-        available_memory=available,
+        memory=min([memory.total, *(limit for limit, _ in limits)]),
+        available_memory=min([memory.available, *(limit - used for limit, used in limits)]),
         shm=shm.total if shm else None,
         shm_free=shm.free if shm else None,
     )
 
 
 def cpu_quota(root: Path = CGROUP_ROOT, membership: Path = CGROUP_MEMBERSHIP) -> float | None:
-    """Return the cores' worth of time this process's control groups allow, the tightest one; None for no limit."""
-    quotas = [_quota(folder) for folder in _groups(root, membership)]
-    return min((quota for quota in quotas if quota is not None), default=None)
+    """Return the CPU quota in cores of this process's cgroups, the tightest one; None if unlimited."""
+    quotas = []
+    for folder in _groups(root, membership):
+        quota, _, period = _text(folder / "cpu.max").strip().partition(" ")
+        if not quota:
+            quota, period = (_text(folder / f"cpu.cfs_{part}_us").strip() for part in ("quota", "period"))
+        if quota.isdigit() and period.isdigit():
+            quotas.append(int(quota) / int(period))
+    return min(quotas, default=None)
 
 
 def _groups(root: Path, membership: Path) -> list[Path]:
@@ -118,21 +129,6 @@ def _groups(root: Path, membership: Path) -> list[Path]:
     return [root / "cpu", inner, *(folder for folder in inner.parents if folder.is_relative_to(root))]
 
 
-def _quota(folder: Path) -> float | None:
-    quota, _, period = _text(folder / "cpu.max").strip().partition(" ")
-    if not quota:
-        quota, period = (_text(folder / f"cpu.cfs_{part}_us").strip() for part in ("quota", "period"))
-    return int(quota) / int(period) if quota.isdigit() and period.isdigit() else None
-
-
-def _memory() -> tuple[int, int]:
-    """Return total and available bytes, within the control groups' limits where a container or a job sets them."""
-    machine = psutil.virtual_memory()
-    limits = memory_limits()
-    total = min([machine.total, *(limit for limit, _ in limits)])
-    return total, min([machine.available, *(limit - used for limit, used in limits)])
-
-
 def memory_limits(root: Path = CGROUP_ROOT, membership: Path = CGROUP_MEMBERSHIP) -> list[tuple[int, int]]:
     """Return the limit and the use in bytes of each of this process's control groups (version 2) that has one."""
     texts = [
@@ -140,18 +136,6 @@ def memory_limits(root: Path = CGROUP_ROOT, membership: Path = CGROUP_MEMBERSHIP
         for folder in _groups(root, membership)
     ]
     return [(int(limit), int(used)) for limit, used in texts if limit.isdigit() and used.isdigit()]
-
-
-def _system() -> str:
-    try:
-        return platform.freedesktop_os_release()["PRETTY_NAME"]
-    except (OSError, KeyError):
-        return platform.system()
-
-
-def _cpu_model(cpuinfo: Path) -> str:
-    match = re.search(r"^model name\s*:\s*(.+)$", _text(cpuinfo), flags=re.MULTILINE)
-    return match[1] if match else platform.machine()
 
 
 def _text(path: Path) -> str:
@@ -270,18 +254,14 @@ def run(command: Sequence[str], *, timeout: float, environ: Mapping[str, str] | 
         return Outcome(process.returncode, output.decode(errors="replace"))
     except subprocess.TimeoutExpired:
         kill_tree(process.pid)
-        return Outcome(None, _what_is_left(process).decode(errors="replace"))
+        try:
+            output, _ = process.communicate(timeout=5.0)
+        except subprocess.TimeoutExpired as expired:  # one that escaped still holds the pipe open
+            output = expired.output or b""
+        return Outcome(None, output.decode(errors="replace"))
     except BaseException:
         kill_tree(process.pid)
         raise
-
-
-def _what_is_left(process: subprocess.Popen[bytes], *, patience: float = 5.0) -> bytes:
-    """Return the output of a killed process, also where one that escaped still holds its pipe open."""
-    try:
-        return process.communicate(timeout=patience)[0]
-    except subprocess.TimeoutExpired as expired:
-        return expired.output or b""
 
 
 def first_line(command: Sequence[str], *, timeout: float = 10.0) -> str | None:
@@ -302,14 +282,12 @@ def kill_tree(pid: int) -> None:
     except psutil.NoSuchProcess:
         return
     for process in processes:
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-        except psutil.NoSuchProcess:
-            continue
 
 
 def what_went_wrong(outcome: Outcome, report: Mapping[str, Any] | None, timeout: float) -> str:
-    """Tell why ranks that were launched did not report that all is well."""
+    """Return why ranks that were launched did not report that all is well."""
     if report and "error" in report:
         return str(report["error"])
     if report and not report["ok"]:

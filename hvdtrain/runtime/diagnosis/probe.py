@@ -4,6 +4,7 @@
 library that takes the process down is the one after the last line.
 """
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -48,24 +49,18 @@ def find_horovod() -> Finding:
     import horovod
     import horovod.tensorflow as hvd
 
+    built_for = None  # the version of TensorFlow that Horovod's build wrote down, if it did
+    with contextlib.suppress(OSError, ValueError):
+        built_for = json.loads(Path(horovod.__file__).with_name("metadata.json").read_text()).get("tensorflow")
     return {
         "version": horovod.__version__,
         "patches": installed_hashes(),
-        "built_for": _built_for(Path(horovod.__file__).parent),
+        "built_for": built_for or None,
         "gloo": bool(hvd.gloo_built()),
         "mpi": bool(hvd.mpi_built()),
         "nccl": int(hvd.nccl_built()),
         "cuda": bool(hvd.cuda_built()),
     }
-
-
-def _built_for(folder: Path) -> str | None:
-    """Return the TensorFlow version that Horovod's build wrote down, if it did."""
-    try:
-        version = json.loads((folder / "metadata.json").read_text()).get("tensorflow")
-    except (OSError, ValueError):
-        return None
-    return str(version) if version else None
 
 
 # In the order in which a rank loads them: the control channel needs MPI before TensorFlow is imported.
@@ -99,19 +94,16 @@ def probe(*, timeout: float = 180.0) -> dict[str, Finding]:
             found[finding.pop("stage")] = finding
         else:
             chatter.append(line)
-    how = _how_it_ended(Outcome(outcome.returncode, "\n".join(chatter)), timeout)
-    return found | _not_found([name for name in STAGES if name not in found], how)
-
-
-def _not_found(names: list[str], how: str) -> dict[str, Finding]:
-    """Return what there is to say of the library that ended the process, and of those after it."""
-    return {name: {"error": f"not reached, since {names[0]} failed" if name != names[0] else how} for name in names}
-
-
-def _how_it_ended(outcome: Outcome, timeout: float) -> str:
     code = outcome.returncode
     how = f"took more than {timeout:g} s" if code is None else f"ended the process with code {code}"
-    return f"its import {how}\n{outcome.tail(4)}".rstrip()
+    last = Outcome(code, "\n".join(chatter)).tail(4)
+    missing = [name for name in STAGES if name not in found]
+    for name in missing:
+        error = (
+            f"its import {how}\n{last}".rstrip() if name == missing[0] else f"not reached, since {missing[0]} failed"
+        )
+        found[name] = {"error": error}
+    return found
 
 
 def main() -> None:

@@ -92,8 +92,11 @@ def check_mpi(horovod: Finding, mpi4py: Finding) -> Check:
     """Check that mpirun, and mpi4py for the control channel, belong to one MPI library."""
     if not horovod["mpi"]:
         return ok("MPI", "not used: this Horovod speaks Gloo")
-    mpirun = _mpirun_version()
-    if mpirun is None:
+    try:
+        outcome = run(["mpirun", "--version"], timeout=20.0)
+    except OSError:
+        outcome = None
+    if outcome is None or outcome.returncode != 0:
         return failed(
             "MPI",
             "mpirun is not on PATH or does not start, but Horovod is built with MPI",
@@ -102,25 +105,10 @@ def check_mpi(horovod: Finding, mpi4py: Finding) -> Check:
     if "library" not in mpi4py:
         detail = "mpi4py is not installed" if mpi4py.get("missing") else f"mpi4py: {mpi4py.get('error')}"
         return failed("MPI", detail, "pip install 'mpi4py>=4'")
-    return _compare_mpi(mpirun, mpi4py["library"])
-
-
-def _mpirun_version() -> str | None:
-    """Return what the mpirun on PATH says of itself, or None where there is none that starts."""
-    try:
-        outcome = run(["mpirun", "--version"], timeout=20.0)
-    except OSError:
-        return None
-    return outcome.output if outcome.returncode == 0 else None
-
-
-def _compare_mpi(mpirun: str, library: str) -> Check:
-    """Compare what mpirun and the library that mpi4py loaded say of themselves, where both name a version."""
-    ours, theirs = mpi_identity(library), mpi_identity(mpirun)
+    ours, theirs = mpi_identity(mpi4py["library"]), mpi_identity(outcome.output)
     what = f"mpirun of {theirs or 'unknown make'}, mpi4py on {ours or 'unknown make'}"
     if ours and theirs and ours != theirs:
-        fix = f"{activate()}, so that the mpirun of {ours} comes first on PATH"
-        return failed("MPI", what, fix)
+        return failed("MPI", what, f"{activate()}, so that the mpirun of {ours} comes first on PATH")
     return ok("MPI", f"{ours} (mpirun and mpi4py)" if ours and ours == theirs else what)
 
 

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -70,10 +71,10 @@ def _timed(function: object) -> float:
 def test_versions_of_what_is_not_installed_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     def version(name: str) -> str:
         if name != "tensorflow-cpu":
-            raise report.importlib.metadata.PackageNotFoundError(name)
+            raise metadata.PackageNotFoundError(name)
         return "2.21.0"
 
-    monkeypatch.setattr(report.importlib.metadata, "version", version)
+    monkeypatch.setattr(metadata, "version", version)
     versions = report.package_versions()
     assert versions["tensorflow"] == "2.21.0"
     assert versions["horovod"] is versions["mpi4py"] is None
