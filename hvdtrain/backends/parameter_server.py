@@ -15,9 +15,8 @@ from hvdtrain.backends.single import NoOpCollectives
 from hvdtrain.compat.keras_variables import disable_gradient_sums
 from hvdtrain.config.errors import ConfigError, LaunchError, opt
 from hvdtrain.config.training import BadStepConfig, ExchangeConfig, UpdateConfig
-from hvdtrain.runtime.parameter_server import SERVER, WORKER, Roles
 from hvdtrain.runtime.session import Session
-from hvdtrain.runtime.strategies import OpenStrategy
+from hvdtrain.runtime.strategies import SERVER, WORKER, OpenStrategy, Roles
 
 WAITING_PER_WORKER = 4
 """Bound on the calls queued per worker, whose batches occupy the chief's memory; deep enough that a slow worker does

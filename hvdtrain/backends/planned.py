@@ -14,7 +14,7 @@ from hvdtrain.backends.protocol import Among, Capabilities
 from hvdtrain.backends.single import NoOpCollectives
 from hvdtrain.config.parallel import DATA_AXES, HOLDER_AXES, REPLICA_AXES
 from hvdtrain.config.runtime import RuntimeConfig
-from hvdtrain.runtime.control.open import LocalChannel
+from hvdtrain.runtime.control.channel import LocalChannel
 from hvdtrain.runtime.devices import DevicePlan
 from hvdtrain.runtime.failures import FailFast
 from hvdtrain.runtime.launchers import detect_environment

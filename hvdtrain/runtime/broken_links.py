@@ -1,4 +1,4 @@
-"""Finds, on the watchdog's thread, that another host cannot be reached any more, and ends the job.
+"""End the job, on the watchdog's thread, when another host is unreachable.
 
 Where a cable is cut or a machine loses its power, nothing tells the ranks of other hosts: TCP sends again for a quarter
 of an hour. Here the systems of the hosts ask one another for signs of life over the connections that the ranks have
@@ -25,16 +25,14 @@ from hvdtrain.runtime.launchers import Environment
 
 @dataclass(frozen=True)
 class Place:
-    """The host of a rank."""
+    """The host of a rank, and the addresses at which others may reach it."""
 
     host: str
-    """Its name."""
     addresses: Sequence[str]
-    """By which others may reach it."""
 
 
 def exchange_places(control: ControlChannel, environment: Environment, *, timeout: float) -> list[Place]:
-    """Return the place of each rank; every rank calls it.
+    """Return the place of each rank. Collective.
 
     Raises:
         LaunchError: a rank did not come within `timeout` seconds.
@@ -77,16 +75,12 @@ def remote_address(connection: socket.socket) -> str | None:
     """Return the address of the other end of a TCP connection; None if it is this host, or no such connection."""
     if connection.type != socket.SOCK_STREAM or connection.family not in (socket.AF_INET, socket.AF_INET6):
         return None
-    try:
-        own, other = (_plain(end[0]) for end in (connection.getsockname(), connection.getpeername()))
+    try:  # an IPv6 socket gives an IPv4 address a prefix
+        ends = (connection.getsockname(), connection.getpeername())
+        own, other = (str(end[0]).removeprefix("::ffff:") for end in ends)
     except OSError:  # it listens, or is not connected yet
         return None
     return None if own == other or other == "::1" or other.startswith("127.") else other
-
-
-def _plain(address: str) -> str:
-    """Return an IPv4 address that an IPv6 socket speaks to as such."""
-    return address.removeprefix("::ffff:")
 
 
 def probe_when_idle(connection: socket.socket, every: int) -> None:
@@ -96,18 +90,12 @@ def probe_when_idle(connection: socket.socket, every: int) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
-@dataclass(frozen=True)
-class Heard:
-    """When something last came over a connection."""
+def silent_for(connection: socket.socket) -> float | None:
+    """Return the seconds since anything came over a connection: data, or a sign of life of the other end's system.
 
-    seconds: float
-    """Since then: data, or a mere sign of life of the other end's system."""
-    no_room: bool
-    """Whether data wait that the other end has no room for. The system then asks it at growing intervals only."""
-
-
-def heard(connection: socket.socket) -> Heard | None:
-    """Return when something last came; None if the connection is not established."""
+    None if it is not established, or if data wait that the other end has no room for: the system then asks it at
+    growing intervals only.
+    """
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _WINDOW_AT + _WINDOW.size)
     fields = _TCP_INFO.unpack_from(info)
     state, unacknowledged, data, acknowledgement = fields[0], fields[12], fields[19], fields[20]
@@ -116,7 +104,9 @@ def heard(connection: socket.socket) -> Heard | None:
     waiting = array.array("i", [0])
     fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, waiting)
     room = _WINDOW.unpack_from(info, _WINDOW_AT)[0] if len(info) >= _WINDOW_AT + _WINDOW.size else 1
-    return Heard(min(data, acknowledgement) / 1000, waiting[0] > 0 and (not room or not unacknowledged))
+    if waiting[0] > 0 and (not room or not unacknowledged):
+        return None
+    return float(min(data, acknowledgement) / 1000)
 
 
 _STALL_S = 5.0
@@ -126,7 +116,7 @@ _LIST_S = 5.0
 
 
 class BrokenLinkWatch:
-    """Watches the connections to the other hosts of the job; see `Watch`.
+    """Watches the connections to the other hosts of the job, on the watchdog's thread.
 
     Args:
         hosts: name of each other host, by each of its addresses.
@@ -163,47 +153,38 @@ class BrokenLinkWatch:
             self._listed = now
             self._find_connections()
         silent = {host: min(seconds, now - self._awake_since) for host, seconds in self._silence().items()}
-        gone = sorted(host for host, seconds in silent.items() if seconds >= self._timeout)
+        gone = {host: seconds for host, seconds in sorted(silent.items()) if seconds >= self._timeout}
         if gone and not self.ends_job:
             self.ends_job = True
-            self._end(describe_broken_link(gone, self._ranks, max(silent[host] for host in gone)))
+            named = ", ".join(f"{host} ({name_ranks(self._ranks[host])})" for host in gone)
+            self._end(
+                f"The link to {named} is broken: no packet has come from there for {max(gone.values()):.0f} s. The "
+                f"network or the {'machine' if len(gone) == 1 else 'machines'} must be down, or this host's own "
+                "network. Repair it and start the job again; if a network may be away for longer, use a larger "
+                f"{opt('link_timeout')} (0: wait for it)."
+            )
 
     def _find_connections(self) -> None:
         """Note the connections to other hosts, and have the system probe those that are new."""
         found = {}
         for name, descriptor in sockets().items():
-            known = self._connections.get(name)
             with contextlib.suppress(OSError):  # closed meanwhile
-                host = known[1] if known else self._probed(name, descriptor)
-                if host is not None:
-                    found[name] = descriptor, host
+                if name in self._connections:
+                    found[name] = descriptor, self._connections[name][1]
+                    continue
+                with shared(name, descriptor) as connection:
+                    host = None if connection is None else self._hosts.get(remote_address(connection) or "")
+                    if connection is not None and host is not None:
+                        probe_when_idle(connection, max(1, round(self._timeout / 5)))
+                        found[name] = descriptor, host
         self._connections = found
-
-    def _probed(self, name: str, descriptor: int) -> str | None:
-        """Return the host that a socket leads to, after its system has been told to probe it; None for others."""
-        with shared(name, descriptor) as connection:
-            address = None if connection is None else remote_address(connection)
-            host = None if address is None else self._hosts.get(address)
-            if connection is not None and host is not None:
-                probe_when_idle(connection, max(1, round(self._timeout / 5)))
-            return host
 
     def _silence(self) -> dict[str, float]:
         """Return for how many seconds nothing has come from each host, over any of its connections."""
         silent: dict[str, float] = {}
         for name, (descriptor, host) in self._connections.items():
             with contextlib.suppress(OSError), shared(name, descriptor) as connection:
-                last = None if connection is None else heard(connection)
-                if last is not None and not last.no_room:
-                    silent[host] = min(silent.get(host, math.inf), last.seconds)
+                seconds = None if connection is None else silent_for(connection)
+                if seconds is not None:
+                    silent[host] = min(silent.get(host, math.inf), seconds)
         return silent
-
-
-def describe_broken_link(hosts: Sequence[str], ranks: Mapping[str, Sequence[int]], seconds: float) -> str:
-    """Return what the user is told where hosts cannot be reached any more."""
-    named = ", ".join(f"{host} ({name_ranks(ranks[host])})" for host in hosts)
-    return (
-        f"The link to {named} is broken: no packet has come from there for {seconds:.0f} s. The network or the "
-        f"{'machine' if len(hosts) == 1 else 'machines'} must be down, or this host's own network. Mend it and start "
-        f"the job again; where a network may be away for longer, use a larger {opt('link_timeout')} (0: wait for it)."
-    )

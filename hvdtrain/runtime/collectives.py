@@ -14,7 +14,7 @@ from hvdtrain.compat import horovod as ops
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.runtime.compiled import run_once
 from hvdtrain.runtime.guarded import guarded, kept
-from hvdtrain.runtime.hierarchy.sums import sum_by_host
+from hvdtrain.runtime.hierarchy import sum_by_host
 from hvdtrain.runtime.packing import pack, unpack
 from hvdtrain.runtime.tuning import fuses
 

@@ -1,16 +1,122 @@
-"""Cores, threads and GPUs of this process, by how the machine's processors share cores and memory."""
+"""Divide cores and GPUs among the ranks of a machine, by how its processors share cores and memory."""
 
+import ctypes
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
+from hvdtrain.config.errors import LaunchError
 from hvdtrain.config.runtime import RuntimeConfig
-from hvdtrain.runtime.control.channel import ControlChannel, gather
+from hvdtrain.runtime.control.channel import ControlChannel, gather, name_ranks
 from hvdtrain.runtime.diagnosis.machine import cpu_quota
 from hvdtrain.runtime.launchers import Environment
+
+
+@dataclass(frozen=True)
+class RankGpus:
+    """The GPUs that a rank sees."""
+
+    host: str
+    visible: tuple[str, ...]
+    """Names of the GPUs that TensorFlow lists, in its order: the same for a GPU in every process."""
+    taken: str | None = None
+    """The one that it works with already: chosen by the script, or in an earlier world of an elastic job."""
+
+
+def agree_on_gpu(
+    control: ControlChannel, environment: Environment, mine: RankGpus, *, mixed: bool = False, timeout: float
+) -> int | None:
+    """Return the index of the GPU that this rank takes of those it sees; None where it sees none.
+
+    Args:
+        environment: this rank's place.
+        mine: what `visible_gpus` returns.
+        mixed: whether some ranks may work without a GPU beside others with one.
+
+    Raises:
+        LaunchError: a host has fewer GPUs than ranks, or some ranks see GPUs and others none; the same on every rank.
+    """
+    facts = gather(control, asdict(mine), timeout=timeout)
+    ranks = [RankGpus(fact["host"], tuple(fact["visible"]), fact["taken"]) for fact in facts]
+    chosen = choose_gpus(ranks, mixed=mixed)[environment.rank]
+    return None if chosen is None else mine.visible.index(chosen)
+
+
+def choose_gpus(ranks: Sequence[RankGpus], *, mixed: bool = False) -> list[str | None]:
+    """Return the GPU of each rank, in rank order; None for those that see none.
+
+    A scheduler may show each rank its own GPU, under whatever number, or all ranks of a host all of its GPUs.
+
+    Raises:
+        LaunchError: a host has fewer GPUs than ranks, or some ranks see GPUs and others none (unless `mixed`).
+    """
+    blind = [rank for rank, its in enumerate(ranks) if not its.visible]
+    if blind and len(blind) < len(ranks) and not mixed:
+        hosts = ", ".join(sorted({ranks[rank].host for rank in blind}))
+        raise LaunchError(
+            f"All ranks train on GPUs, or none does. Received: {name_ranks(blind)} on {hosts} without a GPU, the "
+            "others with one. See what python -m hvdtrain doctor says there, or hide the GPUs from all ranks: "
+            "CUDA_VISIBLE_DEVICES=-1."
+        )
+    chosen = {(its.host, its.taken): rank for rank, its in enumerate(ranks) if its.taken is not None}
+    found = [its.taken for its in ranks]
+    # Those that see fewer first: the others have a choice.
+    without = [rank for rank, name in enumerate(found) if name is None and ranks[rank].visible]
+    for rank in sorted(without, key=lambda rank: len(ranks[rank].visible)):
+        its = ranks[rank]
+        free = next((name for name in its.visible if (its.host, name) not in chosen), None)
+        if free is None:
+            here = [each for each in ranks if each.host == its.host and each.visible]
+            gpus = len({name for each in here for name in each.visible})
+            raise LaunchError(
+                f"Each rank takes a GPU of its own. Received: {len(here)} ranks on {its.host}, which see {gpus} of its "
+                f"GPUs. Start at most {gpus} there, have the scheduler show each its own, or hide the GPUs to train on "
+                "CPUs: CUDA_VISIBLE_DEVICES=-1."
+            )
+        chosen[its.host, free] = rank
+        found[rank] = free
+    return found
+
+
+def visible_gpus(host: str) -> RankGpus:
+    """Return the GPUs that TensorFlow shows this process on `host`."""
+    import tensorflow as tf
+
+    gpus = tf.config.list_physical_devices("GPU")
+    if not gpus:
+        return RankGpus(host, ())
+    names = driver_names()
+    if len(names) != len(gpus):  # by the numbers of CUDA_VISIBLE_DEVICES, where the driver does not tell
+        numbers = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        names = tuple(f"{numbers}#{index}" for index in range(len(gpus)))
+    shown = tf.config.get_visible_devices("GPU")
+    return RankGpus(host, names, names[gpus.index(shown[0])] if len(shown) == 1 < len(gpus) else None)
+
+
+def driver_names(library: str = "libcuda.so.1") -> tuple[str, ...]:
+    """Return the driver's names (UUIDs) of the GPUs that this process sees, in TensorFlow's order; () if it has none.
+
+    Slurm may show each task its own GPU as number 0: numbers do not tell them apart.
+    """
+    try:
+        cuda: Any = ctypes.CDLL(library)
+        count = ctypes.c_int()
+        if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
+            return ()
+        names = []
+        for index in range(count.value):
+            device, name = ctypes.c_int(), (ctypes.c_ubyte * 16)()
+            if cuda.cuDeviceGet(ctypes.byref(device), index) or cuda.cuDeviceGetUuid(ctypes.byref(name), device):
+                return ()
+            names.append(bytes(name).hex())
+        return tuple(names)
+    except (OSError, AttributeError):
+        return ()
+
 
 SYSFS = Path("/sys/devices/system")
 
@@ -32,8 +138,16 @@ Topology = Mapping[int, Place]
 
 def read_topology(processors: Collection[int], root: Path = SYSFS) -> Topology:
     """Return the places of these processors; one that the system does not describe counts as a core of its own."""
-    nodes = _nodes(root / "node")
-    return {each: _place(each, nodes.get(each, 0), root / "cpu" / f"cpu{each}" / "topology") for each in processors}
+    nodes: dict[int, int] = {}
+    for path in (root / "node").glob("node[0-9]*/cpulist"):
+        nodes |= dict.fromkeys(expand(_text(path)), int(path.parent.name.removeprefix("node")))
+    places = {}
+    for each in processors:
+        folder = root / "cpu" / f"cpu{each}" / "topology"
+        socket = _text(folder / "physical_package_id").strip()
+        first = min(expand(_text(folder / "thread_siblings_list")), default=each)
+        places[each] = Place(nodes.get(each, 0), int(socket) if socket.isdigit() else 0, first)
+    return places
 
 
 def divide(processors: Collection[int], ranks: int, topology: Topology) -> list[tuple[int, ...]]:
@@ -85,21 +199,6 @@ def _blocks(cores: Sequence[Core], share: int) -> list[list[Core]]:
     return [list(cores[begin : begin + share]) for begin in range(0, len(cores) - share + 1, share)]
 
 
-def _nodes(folder: Path) -> dict[int, int]:
-    """Return the NUMA node of each processor."""
-    found = {}
-    for path in folder.glob("node[0-9]*/cpulist"):
-        for processor in expand(_text(path)):
-            found[processor] = int(path.parent.name.removeprefix("node"))
-    return found
-
-
-def _place(processor: int, node: int, folder: Path) -> Place:
-    socket = _text(folder / "physical_package_id").strip()
-    siblings = expand(_text(folder / "thread_siblings_list"))
-    return Place(node, int(socket) if socket.isdigit() else 0, min(siblings, default=processor))
-
-
 def expand(text: str) -> list[int]:
     """Return the numbers of Linux's ``0-3,8,10-11``."""
     ranges = re.findall(r"(\d+)(?:-(\d+))?", text)
@@ -137,7 +236,7 @@ def plan_devices(
     """Divide the cores of one machine among its ranks.
 
     A launcher that already gave each rank cores of its own is followed. Ranks that share a set, all of them or those
-    of a socket, divide it as `runtime.topology.divide` does; with more ranks than processors nothing is pinned.
+    of a socket, divide it as `divide` does; with more ranks than processors nothing is pinned.
 
     Args:
         masks: the processors each rank of this machine may use, in the order of local ranks.
@@ -145,7 +244,7 @@ def plan_devices(
         threads: threads per rank that the user asked for; None divides the cores.
         pin: whether a rank may be given cores of its own.
         topology: which processors share a core and a NUMA node; None: each is a core, of one node.
-        quota: cores' worth of time that the ranks of this machine may use together; None for no limit.
+        quota: CPU quota in cores of the ranks of this machine together; None if unlimited.
     """
     mine = tuple(sorted(masks[local_rank]))
     sharing = [rank for rank, mask in enumerate(masks) if set(mask) == set(mine)]

@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from hvdtrain.config.errors import LaunchError, MissingRankError
@@ -24,6 +23,7 @@ from hvdtrain.runtime.broken_links import shared, sockets
 from hvdtrain.runtime.consequences import is_consequence
 from hvdtrain.runtime.control.channel import ControlChannel, end_process
 from hvdtrain.runtime.control.store import Store, split_address
+from hvdtrain.runtime.launchers import PLACE
 from hvdtrain.runtime.logs import LOGGER
 from hvdtrain.runtime.tuning import GLOO_PATIENCE
 
@@ -32,37 +32,18 @@ SCOPE = "heartbeat"
 _LONGEST_PAUSE_S = 5.0
 
 
-@dataclass(frozen=True)
-class Beat:
-    """What a rank tells of its job with each sign of life."""
+def encode_beat(lost_after: float, start_timeout: float) -> bytes:
+    """Encode what a rank tells of its job with each sign of life.
 
-    lost_after: float
-    """Seconds of silence after which a rank counts as lost."""
-    start_timeout: float
-    """Seconds that a rank which has just been started has for its first sign."""
-
-    def encode(self) -> bytes:
-        """Return the beat as bytes."""
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def decode(cls, message: bytes) -> "Beat":
-        """Return the beat of a message.
-
-        Raises:
-            ValueError, TypeError, KeyError: it is none.
-        """
-        values = json.loads(message)
-        return cls(float(values["lost_after"]), float(values["start_timeout"]))
+    Args:
+        lost_after: seconds of silence after which a rank counts as lost.
+        start_timeout: seconds that a rank which has just been started has for its first sign.
+    """
+    return json.dumps({"lost_after": lost_after, "start_timeout": start_timeout}).encode()
 
 
 class Heartbeat:
-    """A thread that gives signs of life for as long as the process lives, also between two worlds.
-
-    Args:
-        environ: of the process.
-        start_timeout: see `Beat`.
-    """
+    """A thread that gives signs of life for as long as the process lives, also between two worlds."""
 
     def __init__(self, environ: Mapping[str, str], start_timeout: float) -> None:
         self._environ = environ
@@ -81,15 +62,12 @@ class Heartbeat:
         self._stopped.set()
 
     def _run(self) -> None:
-        while not self._stopped.wait(self._beat()):
-            continue
-
-    def _beat(self) -> float:
-        """Give a sign, and return the seconds until the next; Gloo counts the same seconds of silence."""
-        beat = Beat(float(self._environ[GLOO_PATIENCE]), self._start_timeout)
-        with contextlib.suppress(LaunchError):  # the next one may arrive
-            self._store.put(SCOPE, place_of(self._environ), beat.encode())
-        return min(_LONGEST_PAUSE_S, beat.lost_after / 4)
+        pause = 0.0
+        while not self._stopped.wait(pause):
+            lost_after = float(self._environ[GLOO_PATIENCE])  # Gloo counts the same seconds
+            with contextlib.suppress(LaunchError):  # the next one may arrive
+                self._store.put(SCOPE, place_of(self._environ), encode_beat(lost_after, self._start_timeout))
+            pause = min(_LONGEST_PAUSE_S, lost_after / 4)
 
 
 def place_of(environ: Mapping[str, str]) -> str:
@@ -98,7 +76,6 @@ def place_of(environ: Mapping[str, str]) -> str:
 
 
 ELASTIC = "HOROVOD_ELASTIC"
-_PLACE = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
 _THREADS = "/proc/self/task"
 
 
@@ -111,16 +88,17 @@ def take_next_place(environ: MutableMapping[str, str], timeout: float) -> None:
 
     It answers once all other ranks that are left have asked, too.
 
-    Args:
-        environ: of the process.
-        timeout: seconds to wait for that.
-
     Raises:
         NoPlaceError: there is none for this process.
         LaunchError: no answer came.
     """
-    try:
-        answer = _ask(environ, timeout)
+    address, port = environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], int(environ["HOROVOD_GLOO_RENDEZVOUS_PORT"])
+    host, path = split_address(address, port)
+    connection = http.client.HTTPConnection(host, port, timeout=timeout)
+    try:  # once it is asked, it must not be asked again
+        with contextlib.closing(connection):
+            connection.request("GET", f"{path}/rank_and_size/{place_of(environ)}")
+            answer = connection.getresponse().read().decode()
     except (OSError, http.client.HTTPException) as error:
         raise LaunchError(
             f"horovodrun gave no place in the next world ({type(error).__name__}: {error}): it has ended, or a rank "
@@ -129,17 +107,7 @@ def take_next_place(environ: MutableMapping[str, str], timeout: float) -> None:
     numbers = [int(number) for number in answer.split(",")]
     if numbers[0] < 0:
         raise NoPlaceError(f"{environ['HOROVOD_HOSTNAME']} was taken out of the elastic job: this process ends.")
-    environ.update({f"HOROVOD_{name}": str(number) for name, number in zip(_PLACE, numbers, strict=True)})
-
-
-def _ask(environ: Mapping[str, str], timeout: float) -> str:
-    """Return what `horovodrun` answers; once it is asked, it must not be asked again."""
-    address, port = environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], int(environ["HOROVOD_GLOO_RENDEZVOUS_PORT"])
-    host, path = split_address(address, port)
-    connection = http.client.HTTPConnection(host, port, timeout=timeout)
-    with contextlib.closing(connection):
-        connection.request("GET", f"{path}/rank_and_size/{place_of(environ)}")
-        return connection.getresponse().read().decode()
+    environ.update({f"HOROVOD_{name.upper()}": str(value) for name, value in zip(PLACE, numbers, strict=True)})
 
 
 @contextmanager
@@ -194,7 +162,9 @@ class Engine:
         """Shut the connections down, so that every rank that waits for this one sees that this world is over."""
         for name, descriptor in sockets().items():
             if name in self._sockets:
-                _shut_down(name, descriptor)
+                with contextlib.suppress(OSError), shared(name, descriptor) as same:
+                    if same is not None:
+                        same.shutdown(socket.SHUT_RDWR)
 
 
 def threads() -> set[str]:
@@ -203,13 +173,6 @@ def threads() -> set[str]:
         return set(os.listdir(_THREADS))
     except OSError:
         return set()
-
-
-def _shut_down(name: str, descriptor: int) -> None:
-    """Shut a socket down, if the descriptor is still that of `name`."""
-    with contextlib.suppress(OSError), shared(name, descriptor) as same:
-        if same is not None:
-            same.shutdown(socket.SHUT_RDWR)
 
 
 class HostsChangedError(Exception):
@@ -253,11 +216,7 @@ _LOOKS, _PAUSE_S = 5, 0.1
 
 
 class Worlds:
-    """The worlds that this process takes part in, one after another.
-
-    Args:
-        environ: of the process; its place in each world is written there.
-    """
+    """The worlds that this process takes part in, one after another."""
 
     def __init__(self, environ: MutableMapping[str, str] = os.environ) -> None:
         self._environ = environ
@@ -313,18 +272,16 @@ class Worlds:
 
 
 def is_over(error: BaseException, control: ControlChannel) -> bool:
-    """Tell whether `error` ends this world and not the job: a rank was lost, or the hosts have changed.
+    """Return whether `error` ends this world and not the job: a rank was lost, or the hosts have changed.
 
     A rank that was lost has reported nothing. What a rank reports is a mistake, which another world would only repeat.
     """
     if isinstance(error, HostsChangedError):
         return True
-    return (isinstance(error, MissingRankError) or is_consequence(error)) and not _reported(control)
-
-
-def _reported(control: ControlChannel) -> bool:
+    if not isinstance(error, MissingRankError) and not is_consequence(error):
+        return False
     for _ in range(_LOOKS):
         if control.failures():
-            return True
+            return False
         time.sleep(_PAUSE_S)
-    return False
+    return True

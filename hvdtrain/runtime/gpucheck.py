@@ -52,20 +52,18 @@ def losses(hvd: Any, tf: Any, dtype: str) -> tuple[float, float]:
     weights = [tf.Variable(draw.normal([64, 64]) / 8), tf.Variable(draw.normal([64, 1]) / 8)]
     data = tf.random.Generator.from_seed(2 + hvd.rank()).normal([256, 64])
     target = tf.reduce_sum(data[:, :4], axis=1, keepdims=True)
-    found = [_step(hvd, tf=tf, weights=weights, data=data, target=target, dtype=dtype) for _ in range(STEPS)]
+    found = []
+    for _ in range(STEPS):
+        with tf.GradientTape() as tape:
+            first, last = (tf.cast(weight, dtype) for weight in weights)
+            outputs = tf.matmul(tf.tanh(tf.matmul(tf.cast(data, dtype), first)), last)
+            loss = tf.reduce_mean((tf.cast(outputs, tf.float32) - target) ** 2)
+            scaled = loss * LOSS_SCALE
+        for number, (weight, gradient) in enumerate(zip(weights, tape.gradient(scaled, weights), strict=True)):
+            mean = hvd.allreduce(tf.cast(gradient, dtype), op=hvd.Average, name=f"gpucheck_{dtype}_{number}")
+            weight.assign_sub(0.05 * tf.cast(mean, tf.float32) / LOSS_SCALE)
+        found.append(float(hvd.allreduce(loss, op=hvd.Average, name=f"gpucheck_{dtype}_loss")))
     return found[0], found[-1]
-
-
-def _step(hvd: Any, tf: Any, weights: list[Any], data: Any, target: Any, dtype: str) -> float:
-    with tf.GradientTape() as tape:
-        first, last = (tf.cast(weight, dtype) for weight in weights)
-        outputs = tf.matmul(tf.tanh(tf.matmul(tf.cast(data, dtype), first)), last)
-        loss = tf.reduce_mean((tf.cast(outputs, tf.float32) - target) ** 2)
-        scaled = loss * LOSS_SCALE
-    for number, (weight, gradient) in enumerate(zip(weights, tape.gradient(scaled, weights), strict=True)):
-        mean = hvd.allreduce(tf.cast(gradient, dtype), op=hvd.Average, name=f"gpucheck_{dtype}_{number}")
-        weight.assign_sub(0.05 * tf.cast(mean, tf.float32) / LOSS_SCALE)
-    return float(hvd.allreduce(loss, op=hvd.Average, name=f"gpucheck_{dtype}_loss"))
 
 
 def check() -> dict[str, Any]:

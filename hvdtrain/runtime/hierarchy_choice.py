@@ -1,4 +1,4 @@
-"""Whether sums take two levels: as the user wants it, or as a measurement at the start says."""
+"""Choose whether sums take two levels: as the user wants it, or as a measurement at the start says."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -36,8 +36,7 @@ def resolve_hierarchy(config: RuntimeConfig, environment: Environment, environ: 
         if config.hierarchical_allreduce == "always":
             raise ConfigError(
                 f"{opt('hierarchical_allreduce', 'always')} needs hosts that stay, and those of an elastic job come "
-                "and go. "
-                f"Received: {opt('elastic')} hosts from horovodrun. Leave it out."
+                f"and go. Received: {opt('elastic')} hosts from horovodrun. Leave it out."
             )
         return "never"
     # What is measured may come out otherwise in the next run.
@@ -45,80 +44,68 @@ def resolve_hierarchy(config: RuntimeConfig, environment: Environment, environ: 
 
 
 def choose_hierarchy(world: World, choice: HierarchyName, control: ControlChannel, timeout: float) -> World:
-    """Return `world` with the collectives that its sums are to use, and a remark where there was a choice.
+    """Return `world` with the collectives that its sums are to use, and a remark where there was a choice. Collective.
 
-    Every rank calls it. All come to the same result: each knows the times of all.
+    All come to the same result: each knows the times of all.
 
     Args:
         world: opened with process sets for two levels, unless `choice` is never.
         choice: see `resolve_hierarchy`.
-        control: the channel between the ranks.
-        timeout: seconds to wait for the other ranks.
     """
     collectives = world.collectives.get("dp")
-    if collectives is None or choice == "never":
+    if collectives is None or choice == "never" or (choice == "auto" and collectives.by_host is None):
         return world
+    hosts = len(set(world.hosts))
+    ratio, flat = 1.0, collectives
     if collectives.by_host is None:
-        return world if choice == "auto" else replace(world, remarks=(*world.remarks, _no_effect(world)))
-    if choice == "always":
-        return replace(world, remarks=(*world.remarks, _chosen(world, "as --hierarchical-allreduce=always wants it.")))
-    ratio = _time_by_host(collectives, control, timeout)
-    if ratio < WORTH_IT:
-        return replace(world, remarks=(*world.remarks, _chosen(world, f"{ratio:.2f} of the time of one ring.")))
-    return _flat(world, ratio)
-
-
-def _flat(world: World, ratio: float) -> World:
-    from hvdtrain.runtime.collectives import AxisCollectives
-
-    flat = AxisCollectives(replace(world.collectives["dp"].group, by_host=None))
-    remark = (
-        "note: gradients are summed over all ranks at once: inside each host first, then between the hosts, took "
-        f"{ratio:.2f} times as long (--hierarchical-allreduce)."
-    )
-    return replace(world, collectives={**world.collectives, "dp": flat}, remarks=(*world.remarks, remark))
-
-
-def _chosen(world: World, reason: str) -> str:
-    hosts = len(set(world.hosts))
-    return f"note: gradients are summed inside each host first, then between the {hosts} hosts: {reason}"
-
-
-def _no_effect(world: World) -> str:
-    hosts = len(set(world.hosts))
-    return (
-        "note: --hierarchical-allreduce=always has no effect: it needs several hosts, and several ranks on one of "
-        f"them. Received: {world.size} {'ranks' if world.size > 1 else 'rank'} on {hosts} "
-        f"{'hosts' if hosts > 1 else 'host'}."
+        remark = (
+            "--hierarchical-allreduce=always has no effect: it needs several hosts, and several ranks on one of "
+            f"them. Received: {world.size} {'ranks' if world.size > 1 else 'rank'} on {hosts} "
+            f"{'hosts' if hosts > 1 else 'host'}."
+        )
+    else:
+        reason = "as --hierarchical-allreduce=always wants it."
+        if choice == "auto":
+            ratio, flat = _time_by_host(collectives, control, timeout)
+            reason = f"{ratio:.2f} of the time of one ring."
+        remark = f"gradients are summed inside each host first, then between the {hosts} hosts: {reason}"
+        if choice == "auto" and ratio >= WORTH_IT:
+            collectives = flat
+            remark = (
+                "gradients are summed over all ranks at once: inside each host first, then between the hosts, took "
+                f"{ratio:.2f} times as long (--hierarchical-allreduce)."
+            )
+    return replace(
+        world, collectives={**world.collectives, "dp": collectives}, remarks=(*world.remarks, f"note: {remark}")
     )
 
 
-def _time_by_host(collectives: "AxisCollectives", control: ControlChannel, timeout: float) -> float:
-    """Return the time of a sum in two levels as a share of that of one over all ranks at once."""
+def _time_by_host(
+    collectives: "AxisCollectives", control: ControlChannel, timeout: float
+) -> "tuple[float, AxisCollectives]":
+    """Return the time of a sum in two levels as a share of a flat one, and the flat collectives."""
+    import tensorflow as tf
+
     from hvdtrain.runtime.collectives import AxisCollectives
+
+    def probe(collectives: AxisCollectives, name: str) -> Callable[[], float]:
+        values = tf.Variable(tf.zeros([PROBE_ELEMENTS]))
+        summed = tf.function(
+            lambda: collectives.all_reduce(values.read_value(), name=f"hierarchy_probe/{name}")[:1], autograph=False
+        )
+
+        def seconds() -> float:
+            begin = time.perf_counter()
+            summed().numpy()
+            return time.perf_counter() - begin
+
+        seconds()  # the first call compiles
+        return seconds
 
     flat = AxisCollectives(replace(collectives.group, by_host=None))
-    sums = [_probe(flat, "flat"), _probe(collectives, "by_host")]
-    for each in sums:
-        each()  # the first call compiles
-    rounds = [[_seconds(each) for each in sums] for _ in range(REPETITIONS)]
+    probes = [probe(flat, "flat"), probe(collectives, "by_host")]
+    rounds = [[seconds() for seconds in probes] for _ in range(REPETITIONS)]
     mine = [median(times) for times in zip(*rounds, strict=True)]
     everyone = gather(control, mine, timeout=timeout)
     slowest_flat, slowest_by_host = (max(times) for times in zip(*everyone, strict=True))
-    return float(slowest_by_host / slowest_flat)
-
-
-def _probe(collectives: "AxisCollectives", name: str) -> Callable[[], None]:
-    import tensorflow as tf
-
-    values = tf.Variable(tf.zeros([PROBE_ELEMENTS]))
-    summed = tf.function(
-        lambda: collectives.all_reduce(values.read_value(), name=f"hierarchy_probe/{name}")[:1], autograph=False
-    )
-    return lambda: summed().numpy()
-
-
-def _seconds(call: Callable[[], None]) -> float:
-    begin = time.perf_counter()
-    call()
-    return time.perf_counter() - begin
+    return float(slowest_by_host / slowest_flat), flat

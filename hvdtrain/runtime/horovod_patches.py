@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hvdtrain.config.errors import LaunchError
-from hvdtrain.runtime.warning import warn_on_first
+from hvdtrain.runtime.logs import warn_on_first
 
 HOROVOD = "0.28.1"
 """Release of Horovod that setup builds; there is no later one."""
@@ -76,7 +76,6 @@ def require_patch(name: str, what: str) -> None:
     """Refuse a Horovod without one of the patches.
 
     Args:
-        name: of the patch, without its number.
         what: needs it.
 
     Raises:

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from hvdtrain.config.errors import LoneRanksError
@@ -32,7 +32,6 @@ def refuse_ended_launcher(environ: Mapping[str, str], proc: Path = Path("/proc/n
     MPI_Init would wait for its PMIx server, or abort. Where the system does not show who listens, nothing is refused.
 
     Args:
-        environ: environment variables of this process.
         proc: folder of the system's tables of TCP sockets.
 
     Raises:
@@ -40,7 +39,12 @@ def refuse_ended_launcher(environ: Mapping[str, str], proc: Path = Path("/proc/n
     """
     servers = {name: value for name, value in environ.items() if name.startswith("PMIX_SERVER_URI")}
     ports = {int(match[1]) for value in servers.values() if (match := _SERVER.search(value))}
-    listening = set(_listening_ports(proc))
+    listening = set()
+    for table in (proc / "tcp", proc / "tcp6"):
+        lines = table.read_text().splitlines()[1:] if table.exists() else []
+        for _, local, _, state, *_ in (line.split() for line in lines):
+            if state == _LISTENS:
+                listening.add(int(local.rpartition(":")[2], 16))
     if not ports or not listening or ports & listening:
         return
     name, value = next(iter(servers.items()))
@@ -49,14 +53,6 @@ def refuse_ended_launcher(environ: Mapping[str, str], proc: Path = Path("/proc/n
         f"Received: PMIX_RANK={environ.get('PMIX_RANK')}, {name}={value}. Open a new shell, or {_WITHOUT}.",
         rank=0,
     )
-
-
-def _listening_ports(proc: Path) -> Iterator[int]:
-    for table in (proc / "tcp", proc / "tcp6"):
-        lines = table.read_text().splitlines()[1:] if table.exists() else []
-        for _, local, _, state, *_ in (line.split() for line in lines):
-            if state == _LISTENS:
-                yield int(local.rpartition(":")[2], 16)
 
 
 def claim_rank(environ: Mapping[str, str]) -> None:

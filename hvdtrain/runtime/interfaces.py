@@ -22,7 +22,7 @@ def own_addresses() -> dict[str, str]:
     """Return the name of the interface for each IPv4 and IPv6 address of this host, but for those of the loopback."""
     families = (socket.AF_INET, socket.AF_INET6)
     found = {
-        _plain(each.address): name
+        each.address.partition("%")[0]: name  # a link-local one is followed by the interface
         for name, addresses in psutil.net_if_addrs().items()
         for each in addresses
         if each.family in families
@@ -46,11 +46,6 @@ def hosts_by_address(addresses: Mapping[str, Sequence[str]]) -> dict[str, str]:
     return {address: host for host, own in addresses.items() for address in own if count[address] == 1}
 
 
-def _plain(address: str) -> str:
-    """Return an address without the interface that follows a link-local one."""
-    return address.partition("%")[0]
-
-
 _INCLUDE, _EXCLUDE = (f"OMPI_MCA_btl_tcp_if_{which}" for which in ("include", "exclude"))
 _BRIDGES = ("docker", "br-", "virbr", "cni", "podman", "nerdctl", "lxcbr", "lxdbr", "flannel", "cali")
 """How the names of interfaces begin that lead to containers and virtual machines of this host alone."""
@@ -66,26 +61,19 @@ def leave_out_bridges(
     themselves, and wait for ever.
 
     Args:
-        environ: the environment, before MPI starts.
         names: of this host's interfaces; None: those that it has.
         files: Open MPI's files of settings; None: those that it reads.
     """
     present = [name for _, name in socket.if_nameindex()] if names is None else names
+    if files is None:
+        prefixes = [Path(sys.prefix, "etc"), Path("/etc/openmpi")]
+        prefixes += [Path(os.environ["OPAL_PREFIX"], "etc")] if os.environ.get("OPAL_PREFIX") else []
+        files = [Path.home() / ".openmpi" / "mca-params.conf", *(each / "openmpi-mca-params.conf" for each in prefixes)]
+    chosen = bool({_INCLUDE, _EXCLUDE} & environ.keys())
+    for file in files:
+        with contextlib.suppress(OSError):  # Open MPI refuses both a list of those to use and of those not to
+            lines = file.read_text(errors="replace").splitlines()
+            chosen = chosen or any(line.strip().startswith("btl_tcp_if_") for line in lines)
     bridges = sorted(name for name in present if name.startswith(_BRIDGES))
-    chosen = {_INCLUDE, _EXCLUDE} & environ.keys()
-    if bridges and not chosen and not any(map(_chooses, _files() if files is None else files)):
+    if bridges and not chosen:
         environ[_EXCLUDE] = ",".join([*_ITS_DEFAULT, *bridges])
-
-
-def _files() -> list[Path]:
-    folders = [Path.home() / ".openmpi" / "mca-params.conf", Path(sys.prefix, "etc", "openmpi-mca-params.conf")]
-    system = Path("/etc/openmpi/openmpi-mca-params.conf")
-    prefix = os.environ.get("OPAL_PREFIX")
-    return [*folders, system, *([Path(prefix, "etc", "openmpi-mca-params.conf")] if prefix else [])]
-
-
-def _chooses(file: Path) -> bool:
-    """Whether a file of settings names interfaces: Open MPI refuses both a list of those to use and of those not to."""
-    with contextlib.suppress(OSError):
-        return any(line.strip().startswith("btl_tcp_if_") for line in file.read_text(errors="replace").splitlines())
-    return False

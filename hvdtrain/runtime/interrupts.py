@@ -77,7 +77,9 @@ class InterruptWatch:
         self._read, self._write = socket.socketpair()
         self._write.setblocking(False)
         self._wakeup_before = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
-        self._before = {number: signal.signal(number, self._handle) for number in self._handled()}
+        # Signals that nobody handles otherwise; one that is ignored, as in the background, stays so.
+        free = [each for each in SIGNALS if signal.getsignal(each) in (signal.SIG_DFL, signal.default_int_handler)]
+        self._before = {number: signal.signal(number, self._handle) for number in free}
         threading.Thread(target=self._watch, name="hvdtrain-interrupts", daemon=True).start()
         return self
 
@@ -90,11 +92,6 @@ class InterruptWatch:
             signal.signal(number, signal.SIG_IGN if ends else handler)
         signal.set_wakeup_fd(self._wakeup_before)
         self._write.close()
-
-    def _handled(self) -> list[signal.Signals]:
-        """Return the signals that nobody handles otherwise; one that is ignored, as in the background, stays so."""
-        usual = (signal.SIG_DFL, signal.default_int_handler)
-        return [number for number in SIGNALS if signal.getsignal(number) in usual]
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Raise KeyboardInterrupt in a process that is alone; else the thread sees the signal."""
@@ -126,11 +123,8 @@ class InterruptWatch:
         if alone and number == signal.SIGINT and not again:
             return  # Python's main thread is interrupted
         if not again and self._place().rank == 0 and not self._failed():
-            self._say()
+            with suppress(Exception):
+                if on_terminal(self._place()):
+                    sys.stdout.write(_SHOW_CURSOR)
+                LOGGER.info(self._message())
         self._end(code_of(number))
-
-    def _say(self) -> None:
-        with suppress(Exception):
-            if on_terminal(self._place()):
-                sys.stdout.write(_SHOW_CURSOR)
-            LOGGER.info(self._message())

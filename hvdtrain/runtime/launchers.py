@@ -32,6 +32,10 @@ STARTER_VARIABLE = "HVDTRAIN_STARTED_BY"
 """Environment variable of ranks that met at a store on rank 0: the launcher that started them."""
 
 
+PLACE = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
+"""Fields of an `Environment`; in capitals, what follows HOROVOD_ in the variables of `horovodrun`."""
+
+
 @dataclass(frozen=True)
 class Environment:
     """The place of this process in its job.
@@ -114,7 +118,7 @@ def number(environ: Mapping[str, str], *names: str) -> int:
 
 
 def has_secret(environ: Mapping[str, str]) -> bool:
-    """Tell whether the environment gives the job's secret, or a file that holds it."""
+    """Return whether the environment gives the job's secret, or a file that holds it."""
     return bool(environ.get(SECRET_VARIABLE) or environ.get(SECRET_FILE_VARIABLE))
 
 
@@ -122,28 +126,28 @@ def has_secret(environ: Mapping[str, str]) -> bool:
 class _Variables:
     """A launcher over MPI that sets variables of its own: of several names the first one that is set counts."""
 
-    launcher: Callable[[Mapping[str, str]], str]
-    marks: tuple[str, ...]
-    """Variables that are all set in its processes."""
+    launcher: str
     rank: str
+    """Set in all of its processes."""
     size: tuple[str, ...]
     local_rank: tuple[str, ...]
     local_size: tuple[str, ...]
     job_id: tuple[str, ...]
-    job_without: str
-    """Stands for a job that has no number."""
+    """A job without one has the launcher's name."""
     inside: Callable[[Mapping[str, str]], bool] = lambda environ: True
     """Whether these variables are its own, and not of a launcher that sets the same ones."""
+    called: Callable[[Mapping[str, str]], str] | None = None
+    """Returns the name of the launcher where several set these variables."""
 
     def detect(self, environ: Mapping[str, str]) -> "Environment | None":
-        if not set(self.marks) <= environ.keys() or not self.inside(environ):
+        if self.rank not in environ or not self.inside(environ):
             return None
         return place(
-            launcher=self.launcher(environ),
+            launcher=self.called(environ) if self.called else self.launcher,
             controller="mpi",
             world=(number(environ, self.rank), number(environ, *self.size)),
             local=(number(environ, *self.local_rank), number(environ, *self.local_size)),
-            job_id=next((environ[name] for name in self.job_id if environ.get(name)), self.job_without),
+            job_id=next((environ[name] for name in self.job_id if environ.get(name)), self.launcher),
         )
 
 
@@ -159,61 +163,53 @@ def _mvapich(environ: Mapping[str, str]) -> str:
 
 
 _JSRUN = _Variables(  # IBM's Job Step Manager on LSF clusters
-    launcher=lambda environ: "jsrun",
-    marks=("JSM_NAMESPACE_RANK",),
+    launcher="jsrun",
     rank="JSM_NAMESPACE_RANK",
     size=("JSM_NAMESPACE_SIZE",),
     local_rank=("JSM_NAMESPACE_LOCAL_RANK",),
     local_size=("JSM_NAMESPACE_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     job_id=("PMIX_NAMESPACE", "LSB_JOBID"),
-    job_without="jsrun",
 )
 _OPEN_MPI = _Variables(  # 4 and 5: mpirun, or horovodrun where it uses MPI
-    launcher=_open_mpi,
-    marks=("OMPI_COMM_WORLD_RANK",),
+    launcher="mpirun",
+    called=_open_mpi,
     rank="OMPI_COMM_WORLD_RANK",
     size=("OMPI_COMM_WORLD_SIZE",),
     local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
     local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
     job_id=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
-    job_without="mpirun",
 )
 _CRAY_PALS = _Variables(  # mpiexec of HPE Cray EX, with PBS or alone; with Slurm srun sets the same variables
-    launcher=lambda environ: "mpiexec",
-    marks=("PALS_RANKID", "PALS_LOCAL_RANKID"),
+    launcher="mpiexec",
     rank="PALS_RANKID",
     size=("PMI_SIZE", "PALS_SIZE"),
     local_rank=("PALS_LOCAL_RANKID",),
     local_size=("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"),
     job_id=("PALS_APID",),
-    job_without="mpiexec",
-    inside=lambda environ: not in_step(environ),
+    inside=lambda environ: "PALS_LOCAL_RANKID" in environ and not in_step(environ),
 )
 _MVAPICH = _Variables(  # MVAPICH2's mpirun_rsh, and its mpiexec, which sets PMI's variables besides
-    launcher=_mvapich,
-    marks=("MV2_COMM_WORLD_RANK",),
+    launcher="mpirun_rsh",
+    called=_mvapich,
     rank="MV2_COMM_WORLD_RANK",
     size=("MV2_COMM_WORLD_SIZE",),
     local_rank=("MV2_COMM_WORLD_LOCAL_RANK",),
     local_size=("MV2_COMM_WORLD_LOCAL_SIZE",),
     job_id=("MPIRUN_ID", "PMI_JOBID"),
-    job_without="mpirun_rsh",
 )
 _HYDRA = _Variables(  # mpiexec or mpirun of MPICH and Intel MPI, and process managers that speak its PMI
-    launcher=lambda environ: "mpiexec",
-    marks=("PMI_RANK",),
+    launcher="mpiexec",
     rank="PMI_RANK",
     size=("PMI_SIZE",),
     local_rank=("MPI_LOCALRANKID", "PMI_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK"),
     local_size=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"),
     job_id=("PMI_JOBID", "SLURM_JOB_ID"),
-    job_without="mpiexec",
     inside=lambda environ: not in_step(environ) or "MPI_LOCALRANKID" in environ,
 )
 
 
 def is_elastic(environ: Mapping[str, str]) -> bool:
-    """Tell whether ``horovodrun`` discovers hosts, and forms the job anew when ranks are lost or come."""
+    """Return whether ``horovodrun`` discovers hosts, and forms the job anew when ranks are lost or come."""
     return environ.get("HOROVOD_ELASTIC", "0") not in ("", "0")
 
 
@@ -255,20 +251,29 @@ def _srun(environ: Mapping[str, str]) -> Environment | None:
             "Rank 0 must run on the first node of the step, where the others look for it. Received: "
             f"SLURM_NODEID={node}. Unset SLURM_DISTRIBUTION and SLURM_HOSTFILE, or use MPI: srun --mpi=pmix …"
         )
+    hosts: tuple[str, ...] = ()
+    if controller == "gloo":
+        given = environ.get("SLURM_STEP_NODELIST", "")
+        hosts = tuple(expand_hosts(given))
+        if len(hosts) != len(nodes):
+            raise LaunchError(f"SLURM_STEP_NODELIST must name the {len(nodes)} nodes of the step. Received: {given!r}.")
+    # A job that was requeued keeps its number and that of the step, and counts its starts.
+    job_id, restarts = f"{environ.get('SLURM_JOB_ID', 'srun')}.{environ['SLURM_STEP_ID']}", "SLURM_RESTART_COUNT"
+    job_id += "" if environ.get(restarts, "0") == "0" else f".{environ[restarts]}"
     return place(
         launcher="srun",
         controller=controller,
         world=(rank, size),
         local=(local_rank, nodes[node]),
         cross=(sum(n > local_rank for n in nodes[:node]), sum(n > local_rank for n in nodes)),
-        job_id=_job_id(environ),
+        job_id=job_id,
         hostname=environ.get("SLURMD_NODENAME"),
-        hosts=_hosts(environ, len(nodes)) if controller == "gloo" else (),
+        hosts=hosts,
     )
 
 
 def in_step(environ: Mapping[str, str]) -> bool:
-    """Tell whether srun started this process as a task of a step.
+    """Return whether srun started this process as a task of a step.
 
     Slurm counts its own steps (batch script, salloc's shell, …) down from 2**32: those are scripts.
     """
@@ -280,10 +285,8 @@ def in_step(environ: Mapping[str, str]) -> bool:
 def _controller(environ: Mapping[str, str], size: int) -> Controller:
     if {"PMIX_RANK", "PMI_RANK"} & environ.keys():
         return "mpi"
-    if size == 1:
-        return "none"
-    if has_secret(environ):
-        return "gloo"
+    if size == 1 or has_secret(environ):
+        return "none" if size == 1 else "gloo"
     raise LoneRanksError(
         f"srun started {size} tasks without MPI, so that they cannot find one another. Use MPI: srun --mpi=pmix … "
         "(srun --mpi=list shows what this cluster has). Or use Gloo, with a secret in the job script, before srun: "
@@ -293,52 +296,34 @@ def _controller(environ: Mapping[str, str], size: int) -> Controller:
     )
 
 
-def _job_id(environ: Mapping[str, str]) -> str:
-    """Return the job's and the step's number; a job that was requeued keeps both, and counts its starts."""
-    restarts = environ.get("SLURM_RESTART_COUNT", "0")
-    step = f"{environ.get('SLURM_JOB_ID', 'srun')}.{environ['SLURM_STEP_ID']}"
-    return step if restarts == "0" else f"{step}.{restarts}"
-
-
-def _hosts(environ: Mapping[str, str], count: int) -> tuple[str, ...]:
-    name = "SLURM_STEP_NODELIST"
-    hosts = tuple(expand_hosts(environ.get(name, "")))
-    if len(hosts) != count:
-        raise LaunchError(f"{name} must name the {count} nodes of the step. Received: {environ.get(name, '')!r}.")
-    return hosts
-
-
 def expand_hosts(text: str) -> Iterator[str]:
     """Return the hosts of one of Slurm's lists, as `scontrol show hostnames` does: "n[1-2,07],gpu" has four."""
     for pattern in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text):
         pieces = re.split(r"\[([^\]]*)\]", pattern)  # names and, between them, ranges
-        choices = [list(_numbers(piece)) if i % 2 else [piece] for i, piece in enumerate(pieces)]
+        choices = [[piece] for piece in pieces]
+        for place, ranges in list(enumerate(pieces))[1::2]:
+            choices[place] = []
+            for each in ranges.split(","):
+                first, _, last = each.partition("-")
+                if not (first + last).isdecimal():
+                    raise LaunchError(
+                        f"Slurm's list of hosts must hold numbers between brackets. Received: [{ranges}]."
+                    )
+                numbers = range(int(first), int(last or first) + 1)
+                choices[place] += [str(n).zfill(len(first)) for n in numbers]
         yield from ("".join(choice) for choice in itertools.product(*choices))
-
-
-def _numbers(ranges: str) -> Iterator[str]:
-    for each in ranges.split(","):
-        first, _, last = each.partition("-")
-        if not (first + last).isdecimal():
-            raise LaunchError(f"Slurm's list of hosts must hold numbers between brackets. Received: [{ranges}].")
-        yield from (str(n).zfill(len(first)) for n in range(int(first), int(last or first) + 1))
 
 
 def _tasks_per_node(environ: Mapping[str, str], size: int) -> list[int]:
     """Return the number of the step's tasks on each of its nodes, from Slurm's "2(x3),1"."""
     name = "SLURM_STEP_TASKS_PER_NODE"
-    text = environ.get(name, str(size))
-    nodes = list(_expand(text))
+    text, nodes = environ.get(name, str(size)), []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        nodes += [int(match[1])] * int(match[2] or 1) if match else []
     if sum(nodes) != size:
         raise LaunchError(f"{name} must add up to the {size} tasks of the step. Received: {text!r}.")
     return nodes
-
-
-def _expand(text: str) -> Iterator[int]:
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if match:
-            yield from [int(match[1])] * int(match[2] or 1)
 
 
 INDEX = "JOB_COMPLETION_INDEX"
@@ -369,21 +354,17 @@ def _indexed_job(environ: Mapping[str, str]) -> Environment | None:
             rank=index,
         )
     pod = environ.get("HOSTNAME") or socket.gethostname()
+    job = pod.removesuffix(f"-{index}")  # its name, which those of its pods begin with
     return place(
         launcher="kubernetes",
         controller="gloo",
         world=(index, size),
         local=(0, 1),
         cross=(index, size),
-        job_id=_job_of(pod, index),
+        job_id=job,
         hostname=pod,
-        hosts=[f"{_job_of(pod, index)}-{each}" for each in range(size)],
+        hosts=[f"{job}-{each}" for each in range(size)],
     )
-
-
-def _job_of(pod: str, index: int) -> str:
-    """Return the name of the Job, which its pods' host names begin with."""
-    return pod.removesuffix(f"-{index}")
 
 
 def _torchrun(environ: Mapping[str, str]) -> None:

@@ -25,7 +25,6 @@ def leave_together(
     """Wait for all ranks.
 
     Args:
-        control: the channel to them.
         patience: seconds to wait.
         notice: seconds after which one of those that wait says for whom, and again after twice as many.
         remark: what this rank adds to that.
@@ -33,28 +32,21 @@ def leave_together(
     Raises:
         LaunchError: a rank did not come; it is named.
     """
-    control.barrier(patience, on_wait=_Notice(control, notice, remark))
+    begin, due = time.monotonic(), notice
 
-
-class _Notice:
-    """Says for whom is being waited; on the lowest rank that waits."""
-
-    def __init__(self, control: ControlChannel, seconds: float, remark: str) -> None:
-        self._control = control
-        self._remark = remark
-        self._begin = time.monotonic()
-        self._seconds = seconds
-
-    def __call__(self, missing: Sequence[int]) -> None:
-        waited = time.monotonic() - self._begin
-        if waited < self._seconds:
+    def say_for_whom(missing: Sequence[int]) -> None:
+        nonlocal due
+        waited = time.monotonic() - begin
+        if waited < due:
             return
-        self._seconds *= 2
-        if self._control.rank == min(set(range(self._control.size)) - set(missing), default=0):
+        due *= 2
+        if control.rank == min(set(range(control.size)) - set(missing), default=0):
             LOGGER.warning(
-                f"rank {self._control.rank} is done and has waited {waited:.0f} s for {name_ranks(missing)}: "
-                f"still at work, or in an exchange that needs a rank which is done. {self._remark}".rstrip()
+                f"rank {control.rank} is done and has waited {waited:.0f} s for {name_ranks(missing)}: still at work, "
+                f"or in an exchange that needs a rank which is done. {remark}".rstrip()
             )
+
+    control.barrier(patience, on_wait=say_for_whom)
 
 
 UNCLEAR = "The exit by which this script left hides its code; sys.exit(n), with n other than 0, ends the job at once."
@@ -69,7 +61,10 @@ class ExitWatch:
     """
 
     def __init__(self) -> None:
-        self._script = _outermost(sys._getframe())
+        frame = sys._getframe()
+        while frame.f_back is not None:
+            frame = frame.f_back
+        self._script = frame
         self._last: tuple[object, str] | None = None
         self._wrapped: list[tuple[Any, str, Any]] = []
 
@@ -117,12 +112,6 @@ class ExitWatch:
         return noting
 
 
-def _outermost(frame: FrameType) -> FrameType:
-    while frame.f_back is not None:
-        frame = frame.f_back
-    return frame
-
-
 def _has_returned(frame: FrameType) -> bool:
-    """Tell whether a frame that has ended did so by returning, and not by an exception."""
+    """Return whether a frame that has ended did so by returning, and not by an exception."""
     return dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN")

@@ -2,15 +2,14 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hvdtrain.compat.tensorflow import check_frames_and_threads
 from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.runtime.broken_links import BrokenLinkWatch, Place
 from hvdtrain.runtime.consequences import is_consequence
-from hvdtrain.runtime.control.channel import ControlChannel, end_process
-from hvdtrain.runtime.control.open import open_control
+from hvdtrain.runtime.control.channel import ControlChannel, LocalChannel, end_process
 from hvdtrain.runtime.elastic import Engine, HostsChangedError, Worlds, is_over
 from hvdtrain.runtime.failures import FailFast, FailurePolicy
 from hvdtrain.runtime.hang.position import show_stacks_on_quit
@@ -48,22 +47,16 @@ class Link:
     """How many such trainings have begun."""
     stop_signal: int | None = None
     """The signal that asked one of them to stop."""
-
     worlds: Worlds | None = None
     """Of an elastic job: those that this process has been in, this one included."""
-
     engine: Engine | None = None
     """Horovod in a world of several ranks of an elastic job."""
-
     activity: Activity = field(default_factory=Activity)
     """What this rank does, which its watchdog shows the others."""
-
     trace: Trace | None = None
     """Where this rank records what it does, if it is asked to."""
-
     stragglers: StragglerWatch | None = None
     """Looks for a rank that is slower than the others, where Horovod trains."""
-
     log: RankLog = field(default_factory=RankLog)
     """The file to which this rank's messages go as well."""
 
@@ -95,7 +88,7 @@ class Link:
             config.hang_timeout,
             end,
             host=self.environment.hostname,
-            patience_with_silent=self._patience_with_silent,
+            patience_with_silent=lambda: 0.0 if self.worlds is None else self.worlds.patience,
         )
         self.watchdog.add(hangs, interval=config.hang_timeout / 10)
 
@@ -115,13 +108,11 @@ class Link:
         hosts = hosts_by_address({place.host: place.addresses for place in places})
         ranks = {host: [rank for rank in others if places[rank].host == host] for host in {*hosts.values()} - {here}}
         away = {address: host for address, host in hosts.items() if host != here}
-        self.watchdog.add(BrokenLinkWatch(away, ranks, timeout, self._broken_link), interval=timeout / 10)
 
-    def _broken_link(self, text: str) -> None:
-        self.policy.broken_link(self.control, self.environment, text)
+        def end(text: str) -> None:
+            self.policy.broken_link(self.control, self.environment, text)
 
-    def _patience_with_silent(self) -> float:
-        return 0.0 if self.worlds is None else self.worlds.patience
+        self.watchdog.add(BrokenLinkWatch(away, ranks, timeout, end), interval=timeout / 10)
 
     def watch_engine(self, engine: Engine) -> None:
         """Have the watchdog cut the connections of an engine that has stopped."""
@@ -134,9 +125,12 @@ class Link:
         self.watchdog.add(self.stragglers)
 
     def fail(self, error: BaseException) -> int:
-        """Act on `error`, with which this rank fails, and return the exit code to leave with, if it returns."""
+        """Report this rank's failure to the job. Returns the exit code (only in single-process jobs)."""
         if self.stop_signal is not None and is_consequence(error):
-            return self._cut_off_while_stopping(self.stop_signal)
+            # Launchers ask to stop where another rank is gone: nobody is left to save with.
+            if self.environment.rank == 0 and not self.control.failures():
+                LOGGER.info(self.on_interrupt())
+            end_process(code_of(self.stop_signal))
         return self.policy.fail(self.control, self.environment, error)
 
     def request_stop(self, number: int) -> bool:
@@ -166,12 +160,6 @@ class Link:
             finally:
                 self.stopping, self.stop_signal = None, agreement.requested
 
-    def _cut_off_while_stopping(self, number: int) -> int:
-        """End this process, which launchers ask to stop where another rank is gone: nobody is left to save with."""
-        if self.environment.rank == 0 and not self.control.failures():
-            LOGGER.info(self.on_interrupt())
-        end_process(code_of(number))
-
     def leave_world(self, error: BaseException) -> bool:
         """Leave this world of an elastic job if `error` ends no more than that, and tell whether it does.
 
@@ -191,6 +179,32 @@ class Link:
         self.control.close()
 
 
+def open_control(
+    environment: Environment, *, timeout: float, environ: Mapping[str, str] = os.environ, generation: int = 0
+) -> ControlChannel:
+    """Open the control channel of this job; every rank must call it.
+
+    Under an MPI launch this initialises MPI (with MPI_THREAD_MULTIPLE), which Horovod then shares. If it
+    raises, leave by `end_process`: a plain exit would wait for the missing ranks in MPI_Finalize.
+
+    Args:
+        generation: how many times the job has formed anew; messages of another generation are not taken.
+
+    Raises:
+        LaunchError: ranks are missing (they are named), their secrets differ, or mpi4py does not fit.
+    """
+    if environment.size == 1 or environment.controller == "none":
+        return LocalChannel()
+    # The loser is not imported: mpi4py would initialise MPI.
+    if environment.controller == "mpi":
+        from hvdtrain.runtime.control.mpi import open_mpi
+
+        return open_mpi(environment, timeout=timeout, environ=environ, generation=generation)
+    from hvdtrain.runtime.control.store import open_store
+
+    return open_store(environment, timeout=timeout, environ=environ, generation=generation)
+
+
 def open_link(
     *,
     timeout: float,
@@ -201,7 +215,6 @@ def open_link(
     """Find out who started this process and reach the other ranks.
 
     Args:
-        timeout: seconds to wait for them.
         generation: how many times the job has formed anew.
         policy: what follows from the failure of a rank; by default the end of the job.
         worlds: of an elastic job: those that this process has been in before; None: none.

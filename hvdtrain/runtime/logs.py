@@ -11,12 +11,25 @@ import queue
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Mapping
 from logging.handlers import QueueHandler
 from pathlib import Path
 from typing import TextIO
 
-from hvdtrain.runtime.launchers import Environment
+from hvdtrain.runtime.launchers import Environment, detect_environment
+
+
+def warn_on_first(text: str, *, stacklevel: int = 1) -> None:
+    """Warn on the first rank alone, which says it for all.
+
+    Args:
+        text: what is said.
+        stacklevel: how far above the caller the line is that the warning names; 1: where this is called.
+    """
+    if detect_environment().rank == 0:
+        warnings.warn(text, stacklevel=stacklevel + 1)
+
 
 LOGGER = logging.getLogger("hvdtrain")
 PROGRESS = LOGGER.getChild("progress")

@@ -93,17 +93,6 @@ def faults_of_reuse(blocks: int = 64, size: int = MIB) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
-class _Symbol(ctypes.Structure):
-    """`Dl_info` of dladdr(3)."""
-
-    _fields_ = (
-        ("file", ctypes.c_char_p),
-        ("base", ctypes.c_void_p),
-        ("name", ctypes.c_char_p),
-        ("address", ctypes.c_void_p),
-    )
-
-
 def _libc() -> ctypes.CDLL:
     """Return the symbols of the process, as every library in it sees them, a preloaded allocator's included."""
     libc = ctypes.CDLL(None)
@@ -116,9 +105,9 @@ def _other_allocator(libc: ctypes.CDLL) -> str | None:
     """Return the library that `malloc` is from if that is not glibc."""
     if not hasattr(libc, "gnu_get_libc_version"):
         return "another C library"
-    found = _Symbol()
-    if not libc.dladdr(ctypes.cast(libc.malloc, ctypes.c_void_p), ctypes.byref(found)):
+    found = (ctypes.c_void_p * 4)()  # `Dl_info` of dladdr(3), whose first field is the name of the file
+    if not libc.dladdr(ctypes.cast(libc.malloc, ctypes.c_void_p), found):
         return "an unknown library"
-    file = Path(os.fsdecode(found.file)).name
+    file = Path(os.fsdecode(ctypes.string_at(found[0] or b""))).name
     # An executable that is not position-independent has stubs of its own for glibc's functions.
     return file if file.startswith("lib") and not file.startswith("libc.") else None

@@ -41,8 +41,6 @@ class Mesh:
 
         Args:
             axes: sizes of axes by name; -1, or `dp` if it is not named, takes the ranks that are left.
-            rank: this rank.
-            size: the number of ranks.
 
         Raises:
             LaunchError: an unknown axis, a size below 1, or sizes whose product is not `size`.

@@ -25,7 +25,14 @@ from hvdtrain.runtime.control.signing import secret_from_environment
 from hvdtrain.runtime.control.store import Store, open_store
 from hvdtrain.runtime.horovod_patches import require_patch
 from hvdtrain.runtime.interfaces import interfaces
-from hvdtrain.runtime.launchers import DRAW_SECRET, SECRET_VARIABLE, STARTER_VARIABLE, Environment, detect_environment
+from hvdtrain.runtime.launchers import (
+    DRAW_SECRET,
+    PLACE,
+    SECRET_VARIABLE,
+    STARTER_VARIABLE,
+    Environment,
+    detect_environment,
+)
 from hvdtrain.runtime.store_server import COMPLETE, STATE, is_answer, path_of
 
 HOST = "HVDTRAIN_RENDEZVOUS_HOST"
@@ -71,12 +78,7 @@ class Settings:
 
 
 def read_settings(environment: Environment, environ: Mapping[str, str], timeout: float) -> Settings:
-    """Return the settings of this job's meeting.
-
-    Args:
-        environment: this process's place.
-        environ: environment variables.
-        timeout: seconds to wait for the other ranks, unless HVDTRAIN_RENDEZVOUS_TIMEOUT is set.
+    """Return the settings of this job's meeting; `timeout` holds unless HVDTRAIN_RENDEZVOUS_TIMEOUT is set.
 
     Raises:
         LaunchError: the secret is missing or short, or a variable is malformed.
@@ -142,24 +144,24 @@ class Meeting:
 def meet(environ: MutableMapping[str, str], timeout: float) -> Meeting | None:
     """Open the job's store on rank 0, find it from the other ranks, and write to `environ` what Horovod needs.
 
-    Returns on each rank as soon as the store is there, whether or not others have come.
-
-    Args:
-        environ: of the process.
-        timeout: seconds to wait for the other ranks.
-
-    Returns:
-        This rank's part; None where there is no meeting: under MPI, `horovodrun`, in a process that is alone, and once
-        the ranks have met.
+    Returns on each rank as soon as the store is there, whether or not others have come; None where there is no meeting:
+    under MPI, `horovodrun`, in a process that is alone, and once the ranks have met.
 
     Raises:
-        LaunchError: rank 0 cannot listen, or was not found in time; a setting is malformed.
+        LaunchError: rank 0 cannot listen, or was not found within `timeout` seconds; a setting is malformed.
     """
     environment = detect_environment(environ)
     if not environment.store_on_rank_0 or _ADDRESS in environ:
         return None
-    if environ.get(_INTERFACE):
-        _check_interface(environ[_INTERFACE])
+    given = environ.get(_INTERFACE)
+    found = {name: addresses[0] for name, addresses in interfaces().items() if addresses}
+    if given and given not in found:
+        # The loopback is among them: all ranks of a job may be on this machine.
+        have = ", ".join(f"{name} ({address})" for name, address in found.items())
+        raise LaunchError(
+            f"{_INTERFACE} must be an interface of this machine with an IPv4 address. Received: {given!r}. It has "
+            f"{have}."
+        )
     settings, served_by = read_settings(environment, environ, timeout), None
     if environment.rank == 0:
         require_patch("store-token", "The store of ranks that start without MPI and without horovodrun")
@@ -168,19 +170,14 @@ def meet(environ: MutableMapping[str, str], timeout: float) -> Meeting | None:
         address, port, here = own or LOOPBACK, served_by.port, own or _address_of_others(environment)
     else:
         host = settings.host or (LOOPBACK if len(environment.hosts) == 1 else environment.hosts[0])
-        address, port = Caller(host, settings).find()
+        address, port = find_store(host, settings)
         here = address_towards(address)
-    interface = environ.get(_INTERFACE) or interface_of(here)
+    interface = given or interface_of(here)
     if interface is None:
         raise LaunchError(f"No interface of this machine has the address {here}. Set {_INTERFACE} to one of them.")
     environ.update(
         {
-            "HOROVOD_RANK": str(environment.rank),
-            "HOROVOD_SIZE": str(environment.size),
-            "HOROVOD_LOCAL_RANK": str(environment.local_rank),
-            "HOROVOD_LOCAL_SIZE": str(environment.local_size),
-            "HOROVOD_CROSS_RANK": str(environment.cross_rank),
-            "HOROVOD_CROSS_SIZE": str(environment.cross_size),
+            **{f"HOROVOD_{name.upper()}": str(getattr(environment, name)) for name in PLACE},
             "HOROVOD_HOSTNAME": environment.hostname,
             "HOROVOD_CONTROLLER": "gloo",
             "HOROVOD_CPU_OPERATIONS": "gloo",
@@ -247,58 +244,43 @@ class StoreProcess:
             self._process.wait()
 
 
-@dataclass
-class Caller:
-    """Looks for the store on one host."""
+def find_store(host: str, settings: Settings) -> tuple[str, int]:
+    """Return the address and the port of the job's store, once it is there.
 
-    host: str
-    settings: Settings
-
-    def find(self) -> tuple[str, int]:
-        """Return the address and the port of the store, once it is there. Raises LaunchError: not found in time."""
-        deadline, pause = time.monotonic() + self.settings.timeout, 0.02
-        while True:
-            found, seen = self._look()
-            if found is not None:
-                return found
-            if time.monotonic() > deadline:
-                raise LaunchError(
-                    f"Rank 0 was not found on {self.host} within {self.settings.timeout:g} s, at port "
-                    f"{', '.join(map(str, self.settings.ports))} (last: {seen}). If rank 0 has failed, its own message "
-                    f"says why; {TIMEOUT}=SECONDS waits longer for one that starts late. {HOST} says by which name or "
-                    f"address the other hosts reach that of rank 0, {PORT}=FIRST-LAST which ports a firewall lets "
-                    "through."
-                )
-            time.sleep(pause)
-            pause = min(1.5 * pause, 0.5)
-
-    def _look(self) -> tuple[tuple[str, int] | None, str]:
-        """Return where the store answers, or None and who answers in its place."""
-        try:
-            address = resolve(self.host)
-        except OSError:
-            return None, f"the name {self.host} has no IPv4 address"
-        answered, failed = [], []
-        for port in self.settings.ports:
-            nonce = secrets.token_hex(16)
-            try:
-                with contextlib.closing(http.client.HTTPConnection(address, port, timeout=_CALL_S)) as connection:
-                    connection.request("GET", path_of(nonce))
-                    response = connection.getresponse()
-                    body = response.read(100)
-            except (OSError, http.client.HTTPException) as error:
-                failed.append(f"{address}:{port} {str(error) or type(error).__name__}")
-                continue
-            if response.status == http.client.OK and is_answer(body, self.settings.key, port, nonce):
-                return (address, port), ""
-            late = response.status == http.client.CONFLICT
-            who = (
-                "all ranks have come already, and this is one more, or of a later start of the job,"
-                if late
-                else "another program answers, or a job with another secret,"
+    Raises:
+        LaunchError: it was not found in time; tells who answers in its place.
+    """
+    deadline, pause = time.monotonic() + settings.timeout, 0.02
+    while True:
+        seen = [f"the name {host} has no IPv4 address"]
+        with contextlib.suppress(OSError):
+            address, answered, failed = resolve(host), [], []
+            for port in settings.ports:
+                nonce = secrets.token_hex(16)
+                try:
+                    with contextlib.closing(http.client.HTTPConnection(address, port, timeout=_CALL_S)) as connection:
+                        connection.request("GET", path_of(nonce))
+                        response = connection.getresponse()
+                        body = response.read(100)
+                except (OSError, http.client.HTTPException) as error:
+                    failed.append(f"{address}:{port} {str(error) or type(error).__name__}")
+                    continue
+                if response.status == http.client.OK and is_answer(body, settings.key, port, nonce):
+                    return address, port
+                who = "another program answers, or a job with another secret,"
+                if response.status == http.client.CONFLICT:
+                    who = "all ranks have come already, and this is one more, or of a later start of the job,"
+                answered.append(f"{who} on {address}:{port}")
+            seen = answered + failed
+        if time.monotonic() > deadline:
+            raise LaunchError(
+                f"Rank 0 was not found on {host} within {settings.timeout:g} s, at port "
+                f"{', '.join(map(str, settings.ports))} (last: {seen[0]}). If rank 0 has failed, its own message says "
+                f"why; {TIMEOUT}=SECONDS waits longer for one that starts late. {HOST} says by which name or address "
+                f"the other hosts reach that of rank 0, {PORT}=FIRST-LAST which ports a firewall lets through."
             )
-            answered.append(f"{who} on {address}:{port}")
-        return None, (answered + failed)[0]
+        time.sleep(pause)
+        pause = min(1.5 * pause, 0.5)
 
 
 def resolve(name: str) -> str:
@@ -326,17 +308,6 @@ def interface_of(address: str) -> str | None:
     found = interfaces()
     here = next((name for name, addresses in found.items() if address in addresses), None)
     return "lo" if here is None and ipaddress.ip_address(address).is_loopback and "lo" in found else here
-
-
-def _check_interface(name: str) -> None:
-    found = {each: addresses for each, addresses in interfaces().items() if addresses}
-    if name not in found:
-        # The loopback is among them: all ranks of a job may be on this machine.
-        have = ", ".join(f"{each} ({addresses[0]})" for each, addresses in found.items())
-        raise LaunchError(
-            f"HOROVOD_GLOO_IFACE must be an interface of this machine with an IPv4 address. Received: {name!r}. "
-            f"It has {have}."
-        )
 
 
 def _own_address(environment: Environment, settings: Settings) -> str:

@@ -18,28 +18,15 @@ ELEMENTS = 1000
 _RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
-def launcher_rank() -> int:
-    """Rank as the launcher's environment tells it; for messages from before Horovod is up."""
-    return next((int(os.environ[name]) for name in _RANK_VARIABLES if name in os.environ), 0)
-
-
-def expected_sum(size: int) -> list[float]:
-    """Closed form of the sum over ranks r of ``r + i``, for each element i."""
-    return [size * i + size * (size - 1) / 2 for i in range(ELEMENTS)]
-
-
 def wrong_elements(hvd: Any, tf: Any) -> int:
     """Sum a vector over all ranks, eagerly and in a graph, and count the elements that came out wrong."""
     own = tf.range(ELEMENTS, dtype=tf.float32) + float(hvd.rank())
     eager = hvd.allreduce(own, op=hvd.Sum)
     # The input is an argument: a constant would be folded, and the operation run at trace time only.
     graph = tf.function(lambda x: hvd.allreduce(x, op=hvd.Sum, name="selfcheck_sum"))(own)
-    expected = tf.constant(expected_sum(hvd.size()), tf.float32)
+    size = hvd.size()  # the closed form of the sum over ranks r of r + i, for each element i
+    expected = tf.constant([size * i + size * (size - 1) / 2 for i in range(ELEMENTS)], tf.float32)
     return int(sum(int(tf.math.count_nonzero(found != expected)) for found in (eager, graph)))
-
-
-def _controller(hvd: Any) -> str:
-    return "mpi" if hvd.mpi_enabled() else "gloo" if hvd.gloo_enabled() else "none"
 
 
 def check() -> dict[str, Any]:
@@ -58,7 +45,7 @@ def check() -> dict[str, Any]:
         "rank": hvd.rank(),
         "size": hvd.size(),
         "local_size": hvd.local_size(),
-        "controller": _controller(hvd),
+        "controller": "mpi" if hvd.mpi_enabled() else "gloo" if hvd.gloo_enabled() else "none",
         "tensorflow": tf.__version__,
         "horovod": horovod.__version__,
     }
@@ -75,7 +62,8 @@ def run(check: Callable[[], dict[str, Any]]) -> int:
     try:
         report = check()
     except Exception as error:
-        report = {"ok": False, "rank": launcher_rank(), "error": f"{type(error).__name__}: {error}"}
+        rank = next((int(os.environ[name]) for name in _RANK_VARIABLES if name in os.environ), 0)
+        report = {"ok": False, "rank": rank, "error": f"{type(error).__name__}: {error}"}
     if report.pop("rank") == 0:
         print(json.dumps(report), flush=True)
     return 0 if report["ok"] else 1

@@ -16,15 +16,15 @@ from hvdtrain.config.parallel import REST, parse_axes
 from hvdtrain.config.runtime import IN_ONE_PROCESS, OF_TF_DISTRIBUTE, WITH_REPLICAS, RuntimeConfig
 from hvdtrain.runtime.broken_links import exchange_places
 from hvdtrain.runtime.control.agreement import agree, installed_versions
-from hvdtrain.runtime.control.channel import ControlChannel
-from hvdtrain.runtime.control.open import LocalChannel
+from hvdtrain.runtime.control.channel import ControlChannel, LocalChannel
 from hvdtrain.runtime.devices import (
     DevicePlan,
+    agree_on_gpu,
     choose_deterministic_operations,
     configure_tensorflow,
     place_process,
+    visible_gpus,
 )
-from hvdtrain.runtime.gpus import agree_on_gpu, visible_gpus
 from hvdtrain.runtime.hang.signs import Activity
 from hvdtrain.runtime.hierarchy_choice import choose_hierarchy, resolve_hierarchy
 from hvdtrain.runtime.launchers import Environment
@@ -32,9 +32,8 @@ from hvdtrain.runtime.leaving import leave_together
 from hvdtrain.runtime.link import Link, open_link
 from hvdtrain.runtime.malloc import Malloc, choose_malloc
 from hvdtrain.runtime.mesh import Mesh
-from hvdtrain.runtime.parameter_server import roles_of
 from hvdtrain.runtime.startup import end_iterators_at_once, import_tensorflow
-from hvdtrain.runtime.strategies import OpenStrategy, open_strategy, prepare_devices
+from hvdtrain.runtime.strategies import OpenStrategy, open_strategy, prepare_devices, roles_of
 from hvdtrain.runtime.tracing.trace import Trace
 from hvdtrain.runtime.tuning import FUSION_THRESHOLD, fuse_nothing, lose_silent_ranks, outlast_hangs
 from hvdtrain.runtime.world import World, open_world
@@ -139,8 +138,7 @@ def wants_horovod(config: RuntimeConfig, environment: Environment) -> bool:
         raise LaunchError(
             f"{opt('backend', config.backend)} trains in one process, but {environment.launcher} started "
             f"{environment.size}: each would train a model of its own. Use {opt('backend', 'horovod')}, or start one "
-            "process"
-            f"{more}."
+            f"process{more}."
         )
     wanted = config.backend == "horovod" or (config.backend == "auto" and environment.launcher != "none")
     if wanted and importlib.util.find_spec("horovod") is None:
@@ -161,22 +159,16 @@ def check_parallel(config: RuntimeConfig, environment: Environment, *, with_horo
     axes = parse_axes(config.parallel)
     alone = (1, REST) if environment.size == 1 else (1,)
     others = {axis: size for axis, size in axes.items() if axis != "dp" and size not in alone}
-    if not others:
-        Mesh.of(axes, environment.rank, environment.size)
-        return
-    if environment.elastic:
+    if others and environment.elastic:
         raise ConfigError(
             f"{opt('parallel')} needs ranks that stay, and those of an elastic job come and go: leave it out, or start "
-            "a job "
-            f"of a fixed number of ranks. Received: {config.parallel}."
+            f"a job of a fixed number of ranks. Received: {config.parallel}."
         )
-    if not with_horovod:
+    if others and not with_horovod:
         raise ConfigError(
             f"{opt('parallel')} needs Horovod to carry what the ranks exchange: start it with horovodrun or mpirun, "
-            "and leave "
-            f"out {opt('backend', config.backend)}; or let one process have all of the model with {opt('parallel')} "
-            "dp=-1. "
-            f"Received: {config.parallel}, started by {environment.launcher}."
+            f"and leave out {opt('backend', config.backend)}; or let one process have all of the model with "
+            f"{opt('parallel')} dp=-1. Received: {config.parallel}, started by {environment.launcher}."
         )
     Mesh.of(axes, environment.rank, environment.size)
 
@@ -184,10 +176,7 @@ def check_parallel(config: RuntimeConfig, environment: Environment, *, with_horo
 def open_session(link: Link, config: RuntimeConfig, facts: Mapping[str, str] | None = None) -> Session:
     """Agree with the other ranks, take this rank's cores, start TensorFlow and Horovod.
 
-    Args:
-        link: the open connection between the ranks.
-        config: options of processes and threads.
-        facts: what must be the same on all ranks besides the installed versions, by name.
+    `facts` must be the same on all ranks, besides the installed versions.
 
     Raises:
         LaunchError: the ranks differ, one is missing, `--parallel` does not fit them, or Horovod is not usable.
@@ -198,8 +187,15 @@ def open_session(link: Link, config: RuntimeConfig, facts: Mapping[str, str] | N
     if config.deterministic and with_horovod:
         fuse_nothing(os.environ)
     hierarchy = resolve_hierarchy(config, environment, os.environ)
-    shared = {"timeline": repr(link.trace and link.trace.config), "hierarchical_allreduce": hierarchy}
-    shared |= {**installed_versions(), **_exchange_facts(config), **(facts or {})}
+    shared = {
+        "timeline": repr(link.trace and link.trace.config),
+        "hierarchical_allreduce": hierarchy,
+        **installed_versions(),
+        # Ranks that cut messages in other ways wait for ever, or add up wrongly.
+        "deterministic": str(config.deterministic),
+        FUSION_THRESHOLD: os.environ.get(FUSION_THRESHOLD, "its default"),
+        **(facts or {}),
+    }
     agree(link.control, shared, timeout=timeout)
     if config.backend == "parameter_server":
         roles_of(config, environment)  # too few ranks are told so before TensorFlow is loaded
@@ -251,17 +247,17 @@ def join_next_world(session: Session) -> Session:
     Raises:
         LaunchError: as `open_session`.
     """
-    config, before, arguments = session.config, session.link, session.arguments
+    config, before = session.config, session.link
     link = open_link(timeout=config.start_timeout, policy=before.policy, worlds=before.worlds)
     link.record_to(before.trace)
     try:
-        session = open_session(link, config)
-        session.arguments = arguments
+        following = open_session(link, config)
     except BaseException:
         link.close()
         raise
-    set_current(session)
-    return session
+    following.arguments = session.arguments
+    set_current(following)
+    return following
 
 
 def new_trace(config: TraceConfig | None, backend: str) -> Trace | None:
@@ -275,18 +271,9 @@ def new_trace(config: TraceConfig | None, backend: str) -> Trace | None:
     if backend in OF_TF_DISTRIBUTE:
         raise ConfigError(
             f"{opt('timeline')} records the exchange of Horovod: {opt('backend', backend)} does not take it. Leave it "
-            "out; "
-            "TensorFlow's own profiler shows that of tf.distribute."
+            "out; TensorFlow's own profiler shows that of tf.distribute."
         )
     return Trace(config)
-
-
-def _exchange_facts(config: RuntimeConfig) -> dict[str, str]:
-    """Return what would have each rank cut messages in its own way: Horovod then waits for ever, or adds up wrongly."""
-    return {
-        "deterministic": str(config.deterministic),
-        FUSION_THRESHOLD: os.environ.get(FUSION_THRESHOLD, "its default"),
-    }
 
 
 def _start_tensorflow(link: Link, config: RuntimeConfig, plan: DevicePlan, gpu: int | None) -> OpenStrategy | None:

@@ -56,7 +56,6 @@ def set_exchange_defaults(environ: MutableMapping[str, str], *, elastic: bool = 
     """Put the defaults into `environ` wherever the user has not decided otherwise.
 
     Args:
-        environ: the environment.
         elastic: whether the job goes on without ranks that are lost.
     """
     patience = PATIENCE_IF_ELASTIC if elastic else PATIENCE
@@ -65,7 +64,13 @@ def set_exchange_defaults(environ: MutableMapping[str, str], *, elastic: bool = 
     leave_out_bridges(environ)
     if not any(name.startswith(TUNED) for name in environ):
         environ.update(LARGE_MESSAGES)
-    environ[TRANSPORTS] = _without_ofi(environ.get(TRANSPORTS, "^"))
+    # Libfabric's one-sided transport, which nothing here uses, sleeps for a second in MPI_Finalize. horovodrun has a
+    # list of those to leave out ("^openib") of its own; one that names what is wanted stays as it is.
+    transports = environ.get(TRANSPORTS, "^")
+    names = transports.removeprefix("^").split(",")
+    if transports.startswith("^") and "ofi" not in names:
+        transports = "^" + ",".join(filter(None, [*names, "ofi"]))
+    environ[TRANSPORTS] = transports
 
 
 def outlast_hangs(environ: MutableMapping[str, str], hang_timeout: float) -> None:
@@ -105,17 +110,5 @@ def fuse_nothing(environ: MutableMapping[str, str]) -> None:
 
 
 def fuses(environ: Mapping[str, str]) -> bool:
-    """Tell whether Horovod puts several tensors into one message."""
+    """Return whether Horovod puts several tensors into one message."""
     return environ.get(FUSION_THRESHOLD) != "0"
-
-
-def _without_ofi(transports: str) -> str:
-    """Add libfabric's one-sided transport, which nothing here uses, to a list of those that are left out.
-
-    It sleeps for a second in MPI_Finalize. horovodrun has such a list of its own ("^openib"); one that names what is
-    wanted stays as it is.
-    """
-    names = transports.removeprefix("^").split(",")
-    if not transports.startswith("^") or "ofi" in names:
-        return transports
-    return "^" + ",".join(filter(None, [*names, "ofi"]))

@@ -3,7 +3,6 @@
 import threading
 import time
 import traceback
-from collections.abc import Mapping
 from typing import Protocol
 
 from hvdtrain.runtime.control.channel import ControlChannel
@@ -34,13 +33,7 @@ class Watchdog:
     """
 
     def __init__(self, control: ControlChannel, policy: FailurePolicy, *, interval: float = 1.0) -> None:
-        """Watch over ``control``.
-
-        Args:
-            control: the channel over which the other ranks report.
-            policy: what follows from their failure.
-            interval: seconds between two looks; more in a job of many ranks.
-        """
+        """Watch ``control`` every ``interval`` seconds, less often in a job of many ranks."""
         self._control = control
         self._policy = policy
         self._interval = max(interval, control.size / _LOOKS_A_SECOND)
@@ -81,20 +74,14 @@ class Watchdog:
         while not self._stopped.wait(self._interval):
             failed = self._control.failures()
             if failed:
-                self._others_failed(failed)
+                if any(text.startswith(HANG) for text in failed.values()):
+                    show_own_stacks(self._control.rank)
+                self._policy.others_failed(self._control, sorted(failed), self._stopped)
                 return
             for watch in self._watches:
                 if not self._look_at(watch):
-                    self._remove(watch)
-
-    def _others_failed(self, failed: Mapping[int, str]) -> None:
-        if any(text.startswith(HANG) for text in failed.values()):
-            show_own_stacks(self._control.rank)
-        self._policy.others_failed(self._control, sorted(failed), self._stopped)
-
-    def _remove(self, watch: Watch) -> None:
-        with self._changing:
-            self._watches = tuple(each for each in self._watches if each is not watch)
+                    with self._changing:
+                        self._watches = tuple(each for each in self._watches if each is not watch)
 
     def _look_at(self, watch: Watch) -> bool:
         """Look once; return False if it failed, which must end neither the job nor the watch for failures."""

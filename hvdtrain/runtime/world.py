@@ -12,7 +12,7 @@ from hvdtrain.runtime.broken_links import sockets
 from hvdtrain.runtime.control.channel import ControlChannel
 from hvdtrain.runtime.control.mpi import prepare_mpi
 from hvdtrain.runtime.elastic import Engine, place_taken, threads
-from hvdtrain.runtime.hierarchy.grid import HostGrid, host_grid
+from hvdtrain.runtime.hierarchy import HostGrid, host_grid
 from hvdtrain.runtime.horovod_patches import warn_if_unpatched
 from hvdtrain.runtime.launchers import Environment
 from hvdtrain.runtime.mesh import GROUPS, Mesh, process_sets_of
@@ -110,14 +110,11 @@ def open_world(
     """Lay out the ranks and, with `horovod`, start it with a process set for each group that needs one.
 
     Args:
-        control: the channel between the ranks of this generation.
-        environment: this process's place.
         hosts: host name of each rank.
         axes: sizes of the mesh's axes; see `Mesh.of`.
         generation: the number of worlds before this one, the last of which must be closed.
         horovod: whether Horovod carries the exchange.
-        by_host: make process sets for sums in two levels, inside each host and between the hosts, where there are
-            several hosts and several ranks on one.
+        by_host: make process sets for sums in two levels where there are several hosts and several ranks on one.
 
     Raises:
         LaunchError: the axes do not fit the number of ranks, or Horovod is not usable.
@@ -185,11 +182,8 @@ def group_collectives(mesh: Mesh, sets: Mapping[tuple[int, ...], Any], grids: Gr
     """Return the collectives of each of this rank's groups on its process set; None stands for a rank alone."""
     from hvdtrain.runtime.collectives import AxisCollectives, AxisGroup
 
-    groups = {}
-    for axes in GROUPS:
-        key, ranks = ".".join(mesh.named(axes)), mesh.ranks_along(*axes)
-        if key or axes == ("dp",):
-            groups[key or "dp"] = ranks
+    groups = {".".join(mesh.named(axes)) or "dp": mesh.ranks_along(*axes) for axes in GROUPS if mesh.named(axes)}
+    groups.setdefault("dp", mesh.ranks_along("dp"))
     groups["job"] = tuple(range(prod(mesh.shape)))
     pairs = [pair for pair in mesh.neighbours("pp") if mesh.rank in pair]
     groups |= {pair_name("pp", *pair): pair for pair in pairs}
@@ -209,23 +203,12 @@ def pair_name(axis: str, one: int, other: int) -> str:
 
 
 def host_groups(axis: str, rank: int, grid: HostGrid, sets: Mapping[tuple[int, ...], Any]) -> "HostGroups":
-    """Return the groups of `rank` for sums in two levels.
-
-    Args:
-        axis: the axis of the mesh along which the sums go.
-        rank: this rank in the world.
-        grid: the ranks of its group, by host.
-        sets: Horovod's process sets, by their ranks.
-    """
+    """Return the groups of `rank`, a rank of the world, for sums in two levels along `axis`."""
     from hvdtrain.runtime.collectives import AxisGroup, HostGroups
 
-    local, crossing = grid.host_of(rank), grid.crossing_of(rank)
-    return HostGroups(
-        AxisGroup(axis=f"{axis}.host", ranks=local, index=local.index(rank), process_set=sets.get(local)),
-        None
-        if crossing is None
-        else AxisGroup(
-            axis=f"{axis}.between", ranks=crossing, index=crossing.index(rank), process_set=sets.get(crossing)
-        ),
-        grid.bridges,
-    )
+    def group(name: str, ranks: tuple[int, ...]) -> AxisGroup:
+        return AxisGroup(axis=f"{axis}.{name}", ranks=ranks, index=ranks.index(rank), process_set=sets.get(ranks))
+
+    crossing = grid.crossing_of(rank)
+    between = None if crossing is None else group("between", crossing)
+    return HostGroups(group("host", grid.host_of(rank)), between, grid.bridges)

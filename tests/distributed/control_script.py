@@ -10,9 +10,9 @@ import pytest
 from hvdtrain.config.errors import LaunchError
 from hvdtrain.runtime.control.agreement import agree, installed_versions, on_first, together
 from hvdtrain.runtime.control.channel import ControlChannel, end_process
-from hvdtrain.runtime.control.open import open_control
 from hvdtrain.runtime.failures import FailFast, Grace, show_failure
 from hvdtrain.runtime.launchers import Environment, detect_environment
+from hvdtrain.runtime.link import open_control
 from hvdtrain.runtime.watchdog import Watchdog
 
 

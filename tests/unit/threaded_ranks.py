@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hvdtrain.runtime.control.channel import ControlChannel
-from hvdtrain.runtime.control.open import open_control
 from hvdtrain.runtime.launchers import SECRET_VARIABLE, Environment, detect_environment
+from hvdtrain.runtime.link import open_control
 
 
 def start_server() -> tuple[Any, int]:

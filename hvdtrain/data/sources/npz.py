@@ -22,7 +22,7 @@ from hvdtrain.data.preprocessing import ImageInputs, Preprocessing
 from hvdtrain.data.source import DataSplits, input_shape
 from hvdtrain.data.sources.images import to_unit
 from hvdtrain.data.sources.user_data import classes_of
-from hvdtrain.runtime.warning import warn_on_first
+from hvdtrain.runtime.logs import warn_on_first
 
 NAMES = (("inputs", "x"), ("targets", "y"), ("sample_weight",))
 """Names of inputs, targets and weights."""

@@ -17,7 +17,7 @@ from hvdtrain.data.source import DataSplits, input_shape
 from hvdtrain.data.streams.given import content_of
 from hvdtrain.data.streams.python_batches import each_once, is_stream, opened, standard
 from hvdtrain.data.streams.sharded_dataset import batch_size_of
-from hvdtrain.runtime.warning import warn_on_first
+from hvdtrain.runtime.logs import warn_on_first
 
 OPTION = "--data"
 CHUNK = 256

@@ -11,7 +11,7 @@ from hvdtrain.data.batch import Batch, as_batch, per_replica
 from hvdtrain.data.pipeline import PREFETCH, no_autograph, sliced
 from hvdtrain.data.streams.python_batches import FirstPass
 from hvdtrain.data.streams.sharded_dataset import ShardedDataset
-from hvdtrain.runtime.warning import warn_on_first
+from hvdtrain.runtime.logs import warn_on_first
 
 Change = Callable[..., tuple[Any, ...]]
 """Maps `(inputs, targets[, sample_weight])` of any samples, row by row."""

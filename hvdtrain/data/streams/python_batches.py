@@ -19,7 +19,7 @@ import tensorflow as tf
 from hvdtrain.config.errors import ConfigError, DataError, NoSamplesError, opt
 from hvdtrain.data.batch import Batch, as_batch, per_replica, slice_bounds
 from hvdtrain.data.order import Order
-from hvdtrain.runtime.warning import warn_on_first
+from hvdtrain.runtime.logs import warn_on_first
 
 PREFETCH = 4
 BatchFunction = Callable[[], Iterable[Any]]

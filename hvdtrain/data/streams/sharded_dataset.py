@@ -32,7 +32,7 @@ from hvdtrain.compat.tensorflow import (
 )
 from hvdtrain.data.batch import Batch, as_batch, slice_bounds_of_tensor
 from hvdtrain.data.pipeline import no_autograph
-from hvdtrain.runtime.warning import warn_on_first
+from hvdtrain.runtime.logs import warn_on_first
 
 Function = Callable[[Any], Any]
 """Takes an element as one argument, a nest, and returns another."""

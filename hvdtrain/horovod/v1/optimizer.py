@@ -23,7 +23,7 @@ from hvdtrain.horovod.gradient_aggregation import LocalGradientAggregationHelper
 from hvdtrain.horovod.tape import horovod_exchange
 from hvdtrain.runtime.collectives import collective_name
 from hvdtrain.runtime.compiled import numbered
-from hvdtrain.runtime.warning import warn_on_first
+from hvdtrain.runtime.logs import warn_on_first
 from hvdtrain.state.variables import as_written
 
 _OF_ADASUM = ("name", "use_locking", "device_dense", "device_sparse", "compression", "backward_passes_per_step")

@@ -134,3 +134,40 @@ def name_ranks(ranks: Iterable[int], most: int = 8) -> str:
     left = sum(b - a + 1 for a, b in zip(starts[most:], ends[most:], strict=True))
     text = ", ".join(pieces[:most]) + (f" and {left} more" if left else "")
     return f"{'rank' if len(ordered) == 1 else 'ranks'} {text}"
+
+
+class LocalChannel:
+    """The channel of a process that is alone."""
+
+    def __init__(self) -> None:
+        self.rank, self.size, self.unanswered_s = 0, 1, 0.0
+        self.while_waiting: Callable[[], None] = lambda: None
+        """Never called: there is nobody to wait for."""
+        self._posted: dict[str, bytes] = {}
+
+    def exchange(self, payload: bytes, *, timeout: float) -> list[bytes]:
+        return [payload]
+
+    def barrier(self, timeout: float, *, on_wait: OnWait | None = None) -> None:
+        """Return: everybody is here."""
+
+    def post(self, key: str, value: bytes) -> None:
+        self._posted.pop(key, None)
+        if value:
+            self._posted[key] = value
+
+    def read(self, key: str) -> dict[int, bytes]:
+        value = latest_post(self._posted, key)
+        return {} if value is None else {0: value}
+
+    def report_failure(self, text: str) -> None:
+        """Do nothing: there is nobody to tell."""
+
+    def failures(self) -> dict[int, str]:
+        return {}
+
+    def abort(self, code: int) -> NoReturn:
+        end_process(code)
+
+    def close(self) -> None:
+        """Do nothing: nothing is held."""

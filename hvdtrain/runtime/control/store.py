@@ -124,10 +124,7 @@ class StoreTransport:
         """Speak for ``rank`` of ``size``.
 
         Args:
-            store: the store.
             scope: of all values.
-            rank: this one.
-            size: how many there are.
             consume: whether rank 0 empties each part it has read, so that a later channel finds none.
             kept_here: whether the store ends with this process.
         """

@@ -181,7 +181,6 @@ def check_malloc(malloc: Malloc, faults: int, environ: Mapping[str, str] = os.en
     Args:
         malloc: the allocator.
         faults: page faults of using `REUSED_MIB` again.
-        environ: environment variables.
     """
     name, pages = "Allocator", REUSED_MIB * MIB // mmap.PAGESIZE
     detail = f"{malloc.about}; {faults:,} page faults in {pages:,} pages that are used again"
@@ -313,7 +312,6 @@ def launch_environment(environ: Mapping[str, str], *, gpus: bool = False) -> dic
     The variables of a launcher that may have started this process are left out.
 
     Args:
-        environ: the environment to start from.
         gpus: whether the ranks may see the GPUs; on one GPU, two ranks could not reduce.
     """
     settings = {

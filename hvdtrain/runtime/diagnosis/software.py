@@ -1,5 +1,6 @@
 """Checks of the libraries: versions, and whether they fit together."""
 
+import contextlib
 import re
 import sys
 from collections.abc import Sequence
@@ -92,10 +93,9 @@ def check_mpi(horovod: Finding, mpi4py: Finding) -> Check:
     """Check that mpirun, and mpi4py for the control channel, belong to one MPI library."""
     if not horovod["mpi"]:
         return ok("MPI", "not used: this Horovod speaks Gloo")
-    try:
+    outcome = None
+    with contextlib.suppress(OSError):
         outcome = run(["mpirun", "--version"], timeout=20.0)
-    except OSError:
-        outcome = None
     if outcome is None or outcome.returncode != 0:
         return failed(
             "MPI",

@@ -272,9 +272,7 @@ def clock_offset(
     them, after the part of this rank to the first has come, and before its own to the second is here.
 
     Args:
-        control: the channel between the ranks.
         hosts: host name of each rank.
-        timeout: seconds to wait for the others.
         clock: tells the time in ns.
     """
     if len(set(hosts)) == 1:

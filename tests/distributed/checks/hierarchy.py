@@ -18,7 +18,7 @@ from worlds import worlds
 from hvdtrain.gradients.reduction import GradientReducer, reduction_options
 from hvdtrain.runtime import collectives
 from hvdtrain.runtime.collectives import TwoLevelSum
-from hvdtrain.runtime.hierarchy.grid import host_grid
+from hvdtrain.runtime.hierarchy import host_grid
 from hvdtrain.runtime.hierarchy_choice import choose_hierarchy
 from hvdtrain.runtime.world import host_groups
 

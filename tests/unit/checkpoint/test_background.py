@@ -18,7 +18,7 @@ from hvdtrain.checkpoint.checkpointer import Checkpointer
 from hvdtrain.checkpoint.naming import complete
 from hvdtrain.checkpoint.restore import restore
 from hvdtrain.config.errors import CheckpointError
-from hvdtrain.runtime.control.open import LocalChannel
+from hvdtrain.runtime.control.channel import LocalChannel
 from hvdtrain.state.named_tensors import NamedTensor
 from hvdtrain.state.scalars import Scalars
 from tests.unit.threaded_ranks import as_ranks

@@ -1,4 +1,4 @@
-"""Hosts that cannot be reached any more: tests/clusters/ cuts real cables."""
+"""Interfaces that Open MPI must leave out, and hosts that are unreachable: tests/clusters/ cuts real cables."""
 
 import socket
 
@@ -6,8 +6,8 @@ import pytest
 
 from hvdtrain.config.errors import on_command_line
 from hvdtrain.runtime import broken_links
-from hvdtrain.runtime.broken_links import BrokenLinkWatch, Heard, heard, probe_when_idle, remote_address, sockets
-from hvdtrain.runtime.interfaces import hosts_by_address, own_addresses
+from hvdtrain.runtime.broken_links import BrokenLinkWatch, probe_when_idle, remote_address, silent_for, sockets
+from hvdtrain.runtime.interfaces import hosts_by_address, leave_out_bridges, own_addresses
 
 RANKS = {"b": [2, 3], "c": [4]}
 
@@ -75,13 +75,12 @@ def test_the_system_tells_when_something_last_came():
     with client, other:
         other.send(b"x")
         client.recv(1)
-        assert heard(client).seconds < 1
-        assert not heard(client).no_room
+        assert silent_for(client) < 1
         probe_when_idle(client, 3)
         assert client.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         assert client.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 3
     with socket.socket() as unconnected:
-        assert heard(unconnected) is None
+        assert silent_for(unconnected) is None
 
 
 def test_data_that_the_other_end_has_no_room_for_say_nothing_of_the_link():
@@ -90,7 +89,7 @@ def test_data_that_the_other_end_has_no_room_for_say_nothing_of_the_link():
         client.settimeout(0.3)
         with pytest.raises(TimeoutError):
             client.sendall(bytes(2**26))
-        assert heard(client).no_room
+        assert silent_for(client) is None
 
 
 def test_connections_of_this_host_lead_nowhere_else(monkeypatch):
@@ -103,8 +102,8 @@ def test_connections_of_this_host_lead_nowhere_else(monkeypatch):
 def test_a_host_is_silent_only_as_long_as_all_connections_to_it_are(monkeypatch):
     client, other = pair()
     with client, other:
-        ages = iter([Heard(20.0, no_room=False), Heard(3.0, no_room=False)])
-        monkeypatch.setattr(broken_links, "heard", lambda connection: next(ages))
+        ages = iter([20.0, 3.0])
+        monkeypatch.setattr(broken_links, "silent_for", lambda connection: next(ages))
         looking = watch([])
         names = {descriptor: name for name, descriptor in sockets().items()}
         looking._connections = {names[each.fileno()]: (each.fileno(), "b") for each in (client, other)}
@@ -115,3 +114,33 @@ def test_an_address_that_several_hosts_have_names_none_of_them():
     addresses = {"a": ["10.0.0.1", "172.17.0.1"], "b": ["10.0.0.2", "172.17.0.1"]}
     assert hosts_by_address(addresses) == {"10.0.0.1": "a", "10.0.0.2": "b"}
     assert not any(address.startswith("127.") for address in own_addresses())
+
+
+EXCLUDE = "OMPI_MCA_btl_tcp_if_exclude"
+
+
+@pytest.mark.parametrize("bridge", ["docker0", "br-3f2a9c", "virbr0", "cni0", "podman1"])
+def test_bridges_of_containers_are_left_out(bridge):
+    environ = {}
+    leave_out_bridges(environ, ["lo", "eth0", bridge, "ib0"], [])
+    assert environ == {EXCLUDE: f"127.0.0.1/8,sppp,{bridge}"}
+
+
+@pytest.mark.parametrize("names", [["lo", "eth0"], ["br0", "bond0"]])
+def test_other_interfaces_are_left_to_open_mpi(names):
+    environ = {}
+    leave_out_bridges(environ, names, [])
+    assert environ == {}
+
+
+@pytest.mark.parametrize("which", ["include", "exclude"])
+def test_what_the_user_has_chosen_stays(which, tmp_path):
+    environ = {f"OMPI_MCA_btl_tcp_if_{which}": "docker0"}
+    leave_out_bridges(environ, ["docker0"], [])
+    assert environ == {f"OMPI_MCA_btl_tcp_if_{which}": "docker0"}
+    file = tmp_path / "mca-params.conf"
+    for line, left_out in ((f"btl_tcp_if_{which} = eth0\n", False), ("# btl_tcp_if_include = eth0\n", True)):
+        file.write_text(line)
+        environ = {}
+        leave_out_bridges(environ, ["docker0"], [tmp_path / "none", file])
+        assert (EXCLUDE in environ) == left_out

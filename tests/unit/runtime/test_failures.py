@@ -13,8 +13,7 @@ import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.runtime.consequences import is_consequence
-from hvdtrain.runtime.control.channel import ControlChannel
-from hvdtrain.runtime.control.open import LocalChannel
+from hvdtrain.runtime.control.channel import ControlChannel, LocalChannel
 from hvdtrain.runtime.failures import EXIT_HANG, FailFast, Grace, ScriptExit, show_failure
 from hvdtrain.runtime.watchdog import Watchdog
 from tests.unit.threaded_ranks import as_ranks, place
@@ -128,22 +127,30 @@ def test_a_rank_of_which_nothing_is_heard_is_named_and_not_the_one_that_lost_it(
     assert codes == [1, None, 1]
 
 
-def test_the_code_of_a_script_that_left_is_the_jobs():
-    shown, codes = fail([UnknownError(COMPUTED_AT_ONCE), ScriptExit(3, "train.py:12")])
-    expected = "hvdtrain: error: The script called sys.exit(3) at train.py:12. [rank 1 (host1)]\n"
-    assert (shown, codes) == (["", expected], [1, 3])
-
-
-def test_the_same_mistake_of_all_ranks_is_shown_by_rank_0_alone():
-    shown, codes = fail([ConfigError(f"{opt('batch', 7)} does not divide") for _ in range(3)])
-    assert shown == ["hvdtrain: error: batch=7 does not divide\n", "", ""]
-    assert codes == [2, 2, 2]
-
-
-def test_a_mistake_of_one_rank_names_it():
-    shown, codes = fail([HorovodInternalError("x"), ConfigError("no such file")])
-    assert shown == ["", "hvdtrain: error: no such file [rank 1 (host1)]\n"]
-    assert codes == [1, 2]
+@pytest.mark.parametrize(
+    ("errors", "shown", "codes"),
+    [
+        (
+            [UnknownError(COMPUTED_AT_ONCE), ScriptExit(3, "train.py:12")],
+            ["", "hvdtrain: error: The script called sys.exit(3) at train.py:12. [rank 1 (host1)]\n"],
+            [1, 3],
+        ),
+        (
+            [ConfigError(f"{opt('batch', 7)} does not divide") for _ in range(3)],
+            ["hvdtrain: error: batch=7 does not divide\n", "", ""],
+            [2, 2, 2],
+        ),
+        (
+            [HorovodInternalError("x"), ConfigError("no such file")],
+            ["", "hvdtrain: error: no such file [rank 1 (host1)]\n"],
+            [1, 2],
+        ),
+        ([KeyboardInterrupt(), KeyboardInterrupt()], ["hvdtrain: interrupted\n", ""], [130, 130]),
+    ],
+    ids=["sys.exit", "of all ranks", "of one rank", "Ctrl-C"],
+)
+def test_mistakes_are_shown_once_and_have_their_codes(errors, shown, codes):
+    assert fail(errors) == (shown, codes)
 
 
 def test_different_errors_are_all_shown():
@@ -158,12 +165,6 @@ def test_consequences_without_a_cause_are_shown_once_and_soon():
     assert ["lost" in text for text in shown] == [True, False, False]
     assert "rank 0 (host0) was cut off, as all other ranks were:" in shown[0]
     assert time.monotonic() - began < 10.0
-
-
-def test_an_interrupt_has_no_traceback():
-    shown, codes = fail([KeyboardInterrupt(), KeyboardInterrupt()])
-    assert shown == ["hvdtrain: interrupted\n", ""]
-    assert codes == [130, 130]
 
 
 @pytest.mark.parametrize("control", [LocalChannel(), None])

@@ -59,10 +59,6 @@ def test_horovodrun_over_gloo():
     assert detect_environment(GLOO) == Environment("horovodrun", "gloo", 5, 6, 1, 2, 2, 3, "node7", "10.0.0.1:4711")
 
 
-def test_gloo_by_hand_under_srun_wins_over_the_step():
-    assert detect_environment(STEP | GLOO).controller == "gloo"
-
-
 def test_mpirun_on_one_host():
     found = detect_environment(OPEN_MPI)
     assert (found.launcher, found.controller, found.job_id) == ("mpirun", "mpi", "2053963777")
@@ -78,10 +74,6 @@ def test_horovodrun_over_mpi_is_told_by_the_network_cards():
 def test_cross_rank_is_not_guessed_over_several_hosts():
     found = detect_environment(OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
     assert (found.cross_rank, found.cross_size) == (UNKNOWN, UNKNOWN)
-
-
-def test_mpirun_inside_a_slurm_step_wins_over_the_step():
-    assert detect_environment(STEP | OPEN_MPI).launcher == "mpirun"
 
 
 @pytest.mark.parametrize("around", [{}, BATCH, STEP])
@@ -171,14 +163,6 @@ def test_a_pod_of_an_indexed_job():
     assert ranks(found) == (2, 4, 0, 1, 2, 4)
     assert found.hosts == ("train-0", "train-1", "train-2", "train-3")
     assert found.store_on_rank_0
-
-
-def test_a_pod_that_is_told_that_it_is_alone_is():
-    assert detect_environment({"JOB_COMPLETION_INDEX": "2", "JOB_COMPLETIONS": "1"}).launcher == "none"
-
-
-def test_mpirun_within_a_pod_wins_over_the_pod():
-    assert detect_environment(POD | OPEN_MPI).launcher == "mpirun"
 
 
 @pytest.mark.parametrize(
@@ -288,18 +272,23 @@ def test_processes_that_could_not_find_one_another_are_refused(environ, rank, wo
     assert raised.value.rank == rank
 
 
-def test_one_process_of_torchrun_is_alone():
-    found = detect_environment(started_by.TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1"})
-    assert (found.launcher, found.size) == ("none", 1)
-
-
-@pytest.mark.parametrize("half", [{"RANK": "3", "WORLD_SIZE": "8"}, {"MASTER_ADDR": "h1", "WORLD_SIZE": "8"}])
-def test_variables_that_no_launcher_sets_alone_are_passed_over(half):
-    assert detect_environment(half).launcher == "none"
-
-
-def test_variables_for_torch_beside_those_of_mpi_change_nothing():
-    assert detect_environment(started_by.OPEN_MPI_5 | started_by.TORCHRUN).launcher == "mpirun"
+@pytest.mark.parametrize(
+    ("environ", "launcher", "controller"),
+    [
+        (STEP | GLOO, "horovodrun", "gloo"),  # by hand, under srun
+        (STEP | OPEN_MPI, "mpirun", "mpi"),
+        (POD | OPEN_MPI, "mpirun", "mpi"),
+        (started_by.OPEN_MPI_5 | started_by.TORCHRUN, "mpirun", "mpi"),
+        (started_by.TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1"}, "none", "none"),
+        ({"RANK": "3", "WORLD_SIZE": "8"}, "none", "none"),  # which no launcher sets alone
+        ({"MASTER_ADDR": "h1", "WORLD_SIZE": "8"}, "none", "none"),
+        ({"JOB_COMPLETION_INDEX": "2", "JOB_COMPLETIONS": "1"}, "none", "none"),
+    ],
+)
+def test_of_several_launchers_the_innermost_counts(environ, launcher, controller):
+    found = detect_environment(environ)
+    assert (found.launcher, found.controller) == (launcher, controller)
+    assert launcher != "none" or found.size == 1
 
 
 @pytest.mark.parametrize(

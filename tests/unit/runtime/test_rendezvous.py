@@ -10,14 +10,14 @@ import time
 import pytest
 
 from hvdtrain.config.errors import LaunchError
-from hvdtrain.runtime.control.open import open_control
 from hvdtrain.runtime.interfaces import interfaces
 from hvdtrain.runtime.launchers import detect_environment
+from hvdtrain.runtime.link import open_control
 from hvdtrain.runtime.rendezvous import (
     PORTS,
-    Caller,
     StoreProcess,
     address_towards,
+    find_store,
     interface_of,
     meet,
     read_settings,
@@ -330,7 +330,7 @@ def test_a_false_store_never_sees_the_token():
         thread = threading.Thread(target=serve, args=(listener,), daemon=True)
         thread.start()
         with pytest.raises(LaunchError, match="another program answers"):
-            Caller("127.0.0.1", settings(timeout=0.5)).find()
+            find_store("127.0.0.1", settings(timeout=0.5))
         listener.shutdown(socket.SHUT_RDWR)
     assert heard
     assert not [request for request in heard if wanted.token.encode() in request]

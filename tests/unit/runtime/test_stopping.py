@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from hvdtrain.runtime.control.open import LocalChannel
+from hvdtrain.runtime.control.channel import LocalChannel
 from hvdtrain.runtime.stopping import StopAgreement, Stopped
 from tests.unit.threaded_ranks import as_ranks
 

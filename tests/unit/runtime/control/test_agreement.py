@@ -7,7 +7,7 @@ import pytest
 from hvdtrain.config.errors import ConfigError, DataError, LaunchError, MissingRankError, UserError
 from hvdtrain.runtime.control import agreement
 from hvdtrain.runtime.control.agreement import agree, installed_versions, on_first, together
-from hvdtrain.runtime.control.open import LocalChannel
+from hvdtrain.runtime.control.channel import LocalChannel
 from tests.unit.threaded_ranks import as_ranks
 
 
@@ -44,18 +44,26 @@ def test_together_gives_each_rank_its_own_result():
     assert as_ranks(3, lambda channel: together(channel, lambda: channel.rank, timeout=10)) == [0, 1, 2]
 
 
-def test_a_mistake_of_all_ranks_is_said_once():
-    errors = as_ranks(3, lambda channel: together(channel, lambda: raising(ConfigError("bad")), timeout=10))
-    assert [(type(error), str(error)) for error in errors] == [(ConfigError, "bad")] * 3
-
-
-def test_a_mistake_of_one_rank_is_raised_on_all():
+@pytest.mark.parametrize(
+    ("mistakes", "kind", "text"),
+    [
+        ([ConfigError("bad")] * 3, ConfigError, "bad"),
+        ([None, DataError("no file"), None], DataError, "on rank 1: no file"),
+        (
+            [ConfigError("bad"), DataError("no file"), ConfigError("bad")],
+            UserError,
+            "on ranks 0, 2: bad\non rank 1: no file",
+        ),
+    ],
+)
+def test_mistakes_are_raised_on_all_ranks_with_the_ranks_that_made_them(mistakes, kind, text):
     def body(channel):
-        together(channel, lambda: channel.rank == 1 and raising(DataError("no file")), timeout=10)
+        mine = mistakes[channel.rank]
+        together(channel, lambda: mine and raising(mine), timeout=10)
 
     errors = as_ranks(3, body)
-    assert [(type(error), str(error)) for error in errors] == [(DataError, "on rank 1: no file")] * 3
-    assert isinstance(errors[1].__cause__, DataError)
+    assert [(type(error), str(error)) for error in errors] == [(kind, text)] * 3
+    assert [error.__cause__ for error in errors] == mistakes
 
 
 def test_a_mistake_of_one_host_names_the_host(monkeypatch):
@@ -67,16 +75,6 @@ def test_a_mistake_of_one_host_names_the_host(monkeypatch):
     monkeypatch.setattr(agreement.socket, "gethostname", lambda: getattr(local, "name", "node"))
     errors = as_ranks(4, body)
     assert {str(error) for error in errors} == {"on ranks 2-3 (node-1): no file"}
-
-
-def test_different_mistakes_are_told_with_their_ranks():
-    def body(channel):
-        error = DataError("no file") if channel.rank == 1 else ConfigError("bad")
-        together(channel, lambda: raising(error), timeout=10)
-
-    errors = as_ranks(3, body)
-    text = "on ranks 0, 2: bad\non rank 1: no file"
-    assert [(type(error), str(error)) for error in errors] == [(UserError, text)] * 3
 
 
 def test_an_error_that_is_not_the_users_rises_where_it_is():

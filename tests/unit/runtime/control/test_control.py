@@ -6,12 +6,12 @@ import pytest
 
 from hvdtrain.config.errors import LaunchError
 from hvdtrain.runtime.control import rooted
-from hvdtrain.runtime.control.channel import name_ranks
-from hvdtrain.runtime.control.open import LocalChannel, open_control
+from hvdtrain.runtime.control.channel import LocalChannel, name_ranks
 from hvdtrain.runtime.control.rooted import RootedChannel
 from hvdtrain.runtime.control.signing import Signer
 from hvdtrain.runtime.control.store import Store, StoreTransport
 from hvdtrain.runtime.launchers import detect_environment
+from hvdtrain.runtime.link import open_control
 from tests.unit.threaded_ranks import as_ranks, on_threads, rendezvous, start_server, variables
 
 

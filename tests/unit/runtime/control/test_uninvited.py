@@ -17,9 +17,9 @@ from types import SimpleNamespace
 import pytest
 
 from hvdtrain.config.errors import LaunchError
-from hvdtrain.runtime.control.open import open_control
 from hvdtrain.runtime.control.store import MOST_BYTES, Store
 from hvdtrain.runtime.launchers import detect_environment
+from hvdtrain.runtime.link import open_control
 from tests.unit.threaded_ranks import on_threads, rendezvous, variables
 
 TOKEN = "0123456789abcdef"

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from hvdtrain.runtime import gpucheck
-from hvdtrain.runtime.diagnosis import gpus
+from hvdtrain.runtime.diagnosis import diagnose
 from hvdtrain.runtime.diagnosis.machine import Check, ok
 
 TENSORFLOW = {"version": "2.21.0", "gpus": 2}
@@ -27,7 +27,7 @@ REPORT = {
 def program(tmp_path, monkeypatch):
     """Puts a shell script on PATH, which holds nothing else but the shell's own tools."""
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    monkeypatch.setattr(gpus, "beside_python", shutil.which)
+    monkeypatch.setattr(diagnose, "beside_python", shutil.which)
 
     def put(name: str, script: str) -> None:
         (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
@@ -46,13 +46,13 @@ def trains(program, **changes):
 
 
 def checks(**changes) -> dict[str, Check]:
-    found = gpus.check_gpus(TENSORFLOW | changes, HOROVOD)
+    found = diagnose.check_gpus(TENSORFLOW | changes, HOROVOD)
     return {check.name: check for check in found}
 
 
 def test_none(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert list(gpus.check_gpus({"version": "2.21.0", "gpus": 0}, HOROVOD)) == [ok("GPUs", "none")]
+    assert list(diagnose.check_gpus({"version": "2.21.0", "gpus": 0}, HOROVOD)) == [ok("GPUs", "none")]
 
 
 def test_all_is_well(program):
@@ -91,7 +91,7 @@ def test_tensorflow_without_cuda(program):
 
 def test_horovod_without_nccl_is_not_tried(program):
     has_driver(program)
-    found = {check.name: check for check in gpus.check_gpus(TENSORFLOW, HOROVOD | {"nccl": 0})}
+    found = {check.name: check for check in diagnose.check_gpus(TENSORFLOW, HOROVOD | {"nccl": 0})}
     assert found["GPUs"].status == "warning"
     assert "setup --gpu" in (found["GPUs"].fix or "")
     assert len(found) == 2

@@ -12,8 +12,16 @@ from hvdtrain.runtime import hang
 from hvdtrain.runtime.hang.position import Position
 from hvdtrain.runtime.hang.progress import ProgressWatch, Report
 from hvdtrain.runtime.hang.signs import Activity, Signs
-from hvdtrain.runtime.hang.verdict import Seen, decide, describe_hang, describe_left, describe_wait, left_alone
-from hvdtrain.runtime.hang.watch import HangWatch, Rhythm
+from hvdtrain.runtime.hang.watch import (
+    HangWatch,
+    Rhythm,
+    Seen,
+    decide,
+    describe_hang,
+    describe_left,
+    describe_wait,
+    left_alone,
+)
 
 T = 300.0
 WAITS = Report("collective", "step", 12, idle=T + 1, collectives=("dp.gradients.0",))
@@ -60,7 +68,7 @@ def test_a_report_that_may_be_late_counts_a_little_earlier():
 def test_the_ranks_that_did_not_come_are_named_first_with_step_and_place():
     verdict, ranks = verdict_of(WAITS, WAITS, STUCK, WORKS, silent=[3])
     lines = describe_hang(verdict, ranks, T).splitlines()
-    assert lines[0].startswith("The job hangs: no rank has gone on for 300 s")
+    assert lines[0].startswith("The job hangs: no rank has made progress for 300 s")
     assert lines[1].startswith("  rank 3 gave no sign of life for 300 s")
     assert "saving at step 11" in lines[1]
     assert lines[2] == "  rank 2 did not come: in callbacks at step 11, train.py:41 in on_batch_end"

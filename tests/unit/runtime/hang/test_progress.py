@@ -205,22 +205,24 @@ def test_a_compiled_function_is_looked_through_for_collectives():
 
 
 def test_signs_of_life():
-    signs, stop = SignsOfLife(), threading.Event()
+    signs, computed, stop = SignsOfLife(), threading.Event(), threading.Event()
     assert signs.look() == Signs()
     time.sleep(0.3)
     assert signs.look() == Signs()
-    end = time.monotonic() + 0.3
-    while time.monotonic() < end:
+    end = time.thread_time() + 0.2
+    while time.thread_time() < end:
         os.stat("/")
     assert signs.look() == Signs(computes=True)
 
     def compute():
-        while not stop.is_set():
+        while time.thread_time() < 0.2:
             os.stat("/")
+        computed.set()
+        stop.wait()
 
     helper = threading.Thread(target=compute)
     helper.start()
-    stop.wait(0.3)
+    assert computed.wait(60)
     seen = signs.look()
     stop.set()
     helper.join()

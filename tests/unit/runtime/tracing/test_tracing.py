@@ -9,7 +9,7 @@ import pytest
 
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.observability import TraceConfig, trace_config
-from hvdtrain.runtime.control.open import LocalChannel
+from hvdtrain.runtime.control.channel import LocalChannel
 from hvdtrain.runtime.launchers import place
 from hvdtrain.runtime.session import new_trace
 from hvdtrain.runtime.tracing.merge import (

@@ -12,8 +12,8 @@ from hvdtrain.backends.single import NoOpCollectives, SingleBackend
 from hvdtrain.config.errors import ConfigError, DataError, LaunchError, NonFiniteError
 from hvdtrain.layers.recompute import Recompute
 from hvdtrain.observability.events import BaseObserver
-from hvdtrain.runtime.parameter_server import Roles
 from hvdtrain.runtime.session import current
+from hvdtrain.runtime.strategies import Roles
 from hvdtrain.training.inputs import training_data
 from hvdtrain.training.loop.loop import Plan
 from hvdtrain.training.trainer import Trainer

@@ -9,9 +9,8 @@ import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError, LaunchError
 from hvdtrain.config.runtime import RuntimeConfig
-from hvdtrain.runtime.control.open import LocalChannel
-from hvdtrain.runtime.hierarchy.grid import host_grid
-from hvdtrain.runtime.hierarchy.sums import sum_by_host
+from hvdtrain.runtime.control.channel import LocalChannel
+from hvdtrain.runtime.hierarchy import host_grid, sum_by_host
 from hvdtrain.runtime.hierarchy_choice import HOROVOD_VARIABLE, choose_hierarchy, resolve_hierarchy
 from hvdtrain.runtime.mesh import Mesh
 from hvdtrain.runtime.world import World, host_grids
