@@ -62,7 +62,7 @@ fail() { printf '%s\n' "$1" >>"$report/failed"; }
 
 skip() { printf '%s\n' "$1" >>"$report/skipped"; }
 
-# The unit tests on Python 3.13, in a venv of its own without Horovod.
+# The unit tests on Python 3.13, in a venv of its own.
 on_python_3_13() {
     local python venv=build/python3.13
     for python in python3.13 ~/.pyenv/versions/3.13.*/bin/python; do
@@ -73,7 +73,8 @@ on_python_3_13() {
         skip "python3.13 is not installed, and the unit tests did not run on it"
     elif "$python" -m venv "$venv" && "$venv/bin/pip" install --quiet --no-deps --only-binary :all: \
         -r launch/requirements.txt -r launch/requirements-test.txt &&
-        "$venv/bin/pip" install --quiet --no-deps --no-build-isolation -e .; then
+        "$venv/bin/pip" install --quiet --no-deps --no-build-isolation -e . &&
+        PATH="$PWD/$venv/bin:$PATH" python -m hvdtrain setup; then
         PATH="$PWD/$venv/bin:$PATH" tests "unit tests on Python 3.13" -n 2 tests/unit
     else
         fail "setting up Python 3.13"
