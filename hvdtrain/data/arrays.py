@@ -166,32 +166,25 @@ def held_out_numbers(size: int, count: int, labels: np.ndarray | None, name: str
     return np.setdiff1d(np.arange(size), held), held
 
 
-def array_parts(
-    elements: tuple[Any, ...], held_out: tuple[Any, ...] | None, *, validation: int, name: str
-) -> tuple[ArraySource, ArraySource]:
-    """Return training and validation samples of arrays.
+def given_or_held_out(
+    train: Source, held: Source | None, validation: int, labels: np.ndarray | None = None
+) -> tuple[Source, Source]:
+    """Return training and validation samples.
 
     Args:
-        elements: `(inputs, targets[, sample_weight])` arrays.
-        held_out: the same for validation; None if there are none.
-        validation: samples of `elements` to hold out if `held_out` is None; 0: one in ten.
-        name: the name of the data in messages.
+        train: the training samples.
+        held: the validation samples; None: hold out `validation` of `train`.
+        validation: samples to hold out; 0: one in ten.
+        labels: see `hold_out`.
 
     Raises:
-        ConfigError: both `validation` and `held_out`.
-        DataError: unusable arrays, or training and validation samples of different shapes.
+        ConfigError: both `validation` and `held`.
+        DataError: training and validation samples of different shapes.
     """
-    if held_out is None:
-        whole = ArraySource(elements, name)
-        numbers = held_out_numbers(whole.size, validation, elements[1] if is_labels(elements[1]) else None, name)
-        train, held = (
-            ArraySource(whole.gather(tf.constant(part)), f"{name} ({what})")
-            for part, what in zip(numbers, ("training", "validation"), strict=True)
-        )
-        return train, held
+    if held is None:
+        return hold_out(train, validation, labels)
     if validation:
-        raise ConfigError(f"{name} has samples for validation: leave out --data-args validation.")
-    train, held = ArraySource(elements, f"{name} (training)"), ArraySource(held_out, f"{name} (validation)")
+        raise ConfigError(f"{held.name} has samples for validation: leave out --data-args validation.")
     kinds = [
         tf.nest.map_structure(lambda spec: f"{spec.dtype.name} {list(spec.shape)}", source.spec[:2])
         for source in (train, held)
@@ -203,20 +196,34 @@ def array_parts(
     return train, held
 
 
+def array_parts(
+    elements: tuple[Any, ...], held_out: tuple[Any, ...] | None, *, validation: int, name: str
+) -> tuple[ArraySource, ArraySource]:
+    """Return training and validation samples of arrays, as `given_or_held_out` does; stratified by label."""
+    labels = elements[1] if is_labels(elements[1]) else None
+    whole = ArraySource(elements, name if held_out is None else f"{name} (training)")
+    held = None if held_out is None else ArraySource(held_out, f"{name} (validation)")
+    train, held = (
+        part if isinstance(part, ArraySource) else ArraySource(part.gather(tf.range(part.size)), part.name)
+        for part in given_or_held_out(whole, held, validation, labels)
+    )
+    return train, held
+
+
 def is_labels(targets: Any) -> bool:
     """Return whether targets are integer labels [samples]."""
     return isinstance(targets, np.ndarray) and targets.ndim == 1 and np.issubdtype(targets.dtype, np.integer)
 
 
 def check_range(labels: np.ndarray, classes: int, describe: Callable[[int], str]) -> None:
-    """Refuse labels [samples] outside [0, classes).
+    """Refuse labels [samples, …] outside [0, classes).
 
     Raises:
         DataError: names the first such label, and its sample by `describe`.
     """
-    wrong = np.flatnonzero((labels < 0) | (labels >= classes))
+    wrong = np.argwhere((labels < 0) | (labels >= classes))
     if len(wrong):
-        first = int(wrong[0])
+        first = tuple(wrong[0])
         raise DataError(
-            f"{describe(first)}: the label {labels[first]} is not one of {classes} classes, which count from 0."
+            f"{describe(int(first[0]))}: the label {labels[first]} is not one of {classes} classes, which count from 0."
         )

@@ -57,21 +57,21 @@ class Blobs:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def read(self, number: int) -> bytes:
+    def read(self, number: int, *, checked: bool = True) -> bytes:
         """Return the bytes of blob `number`.
 
         Raises:
-            DataError: the file cannot be read, or is too short.
+            DataError: the file cannot be read, or is too short; or the blob is damaged, if it is `checked`.
         """
         number = int(number)
-        length = int(self.lengths[number])
         try:
-            data = self._pread(int(self.file_of[number]), length, int(self.offsets[number]))
+            data = self._bytes(number)
         except OSError as error:
             raise DataError(f"{self.describe(number)}: {error.strerror}") from None
-        if len(data) != length:
-            raise DataError(f"{self.describe(number)}: the file ends {length - len(data)} bytes too early")
-        if self._check is not None:
+        missing = int(self.lengths[number]) - len(data)
+        if missing:
+            raise DataError(f"{self.describe(number)}: the file ends {missing} bytes too early")
+        if checked and self._check is not None:
             self._check(data, number)
         return data
 
@@ -111,7 +111,8 @@ class Blobs:
             pieces[place] = self.read(number)
         return pieces
 
-    def _pread(self, file: int, length: int, offset: int) -> bytes:
+    def _bytes(self, number: int) -> bytes:
+        file, length, offset = int(self.file_of[number]), int(self.lengths[number]), int(self.offsets[number])
         if file in self._open:
             return os.pread(self._open[file], length, offset)
         descriptor = os.open(self.files[file], os.O_RDONLY | os.O_CLOEXEC)

@@ -2,10 +2,10 @@
 
 import posixpath
 import tarfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,8 @@ SPLITS = {
     "test": "test",
 }
 """Split that a folder above the class folders stands for, by its name."""
+HELD = ("validation", "test")
+"""Splits to validate on, in the order of preference."""
 TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
 BLOCK_BYTES = 512
 MOST_LINKS = 40
@@ -45,17 +47,11 @@ class Found:
     """[images] `train`, `validation` or `test`; all `train` if there are no such folders."""
 
 
-@dataclass(frozen=True)
-class _Piece:
+class _Piece(NamedTuple):
     name: PurePosixPath
     file: Path
     offset: int
     length: int
-
-
-def is_tar(path: Path) -> bool:
-    """Return whether `path` is named like a tar file."""
-    return path.name.lower().endswith(TAR_SUFFIXES)
 
 
 def scan(path: Path) -> Found:
@@ -64,26 +60,25 @@ def scan(path: Path) -> Found:
     Raises:
         DataError: there are no images, or the tar file has members outside its own folder.
     """
-    if path.is_dir():
-        pieces = _in_folder(path)
-    elif is_tar(path):
-        pieces = _in_tar(path)
-    else:
+    is_folder = path.is_dir()
+    if not is_folder and not path.name.lower().endswith(TAR_SUFFIXES):
         raise DataError(f"{path} is neither a folder of class folders nor a tar file of them. See --data-args path.")
-    pieces.sort(key=lambda piece: piece.name)
-    if not pieces:
-        raise DataError(f"{path} holds no images ({', '.join(IMAGE_SUFFIXES)}) in class folders.")
+    pieces = _images_in(path)
     splits, names = _without_splits(path, [piece.name for piece in pieces])
+    known = {name.parts[0] for name, split in zip(names, splits, strict=True) if split == "train"}
+    if not known:
+        raise DataError(f"{path} has no folder for training: it needs train/CLASS/IMAGE.")
     classes = sorted({name.parts[0] for name in names})
+    strange = next((name for name in classes if name not in known), None)
+    if strange is not None:
+        raise DataError(f"{path} has the class {strange!r} for validation, but not for training.")
     number = {name: place for place, name in enumerate(classes)}
-    _refuse_unknown(path, splits, names)
-    whole = [piece.name.as_posix() for piece in pieces]
-    is_folder, several = path.is_dir(), len(set(splits)) > 1
+    several = len(set(splits)) > 1
     return Found(
         path=path,
         blobs=_blobs(
             pieces,
-            names=lambda number: str(path / whole[number]) if is_folder else f"{path}, {whole[number]}",
+            names=lambda n: str(path / pieces[n].name) if is_folder else f"{path}, {pieces[n].name}",
             known_as=[f"{part}/{name}" if several else str(name) for part, name in zip(splits, names, strict=True)],
         ),
         names=[name.as_posix() for name in names],
@@ -109,22 +104,23 @@ def images_at(paths: Sequence[Path]) -> tuple[Blobs, list[str]]:
     for path in paths:
         if not is_there(path):
             raise DataError(f"There is no {path.absolute()}.")
-        here = _in_folder(path) if path.is_dir() else _in_tar(path) if is_tar(path) else [_whole(path)]
-        if not here:
-            raise DataError(f"{path} holds no images ({', '.join(IMAGE_SUFFIXES)}).")
-        named = (_Piece(PurePosixPath(path) / piece.name, piece.file, piece.offset, piece.length) for piece in here)
-        pieces += sorted(named, key=lambda piece: piece.name)
+        pieces += [piece._replace(name=PurePosixPath(path) / piece.name) for piece in _images_in(path)]
     names = [str(piece.name) for piece in pieces]
     return _blobs(pieces, names=names.__getitem__, known_as=names), names
 
 
-def _whole(path: Path) -> _Piece:
-    return _Piece(PurePosixPath(), path, 0, _length(path))
-
-
-def _in_folder(path: Path) -> list[_Piece]:
-    images = (file for file in files_below(path) if is_image(file.name))
-    return [_Piece(PurePosixPath(file.relative_to(path)), file, 0, _length(file)) for file in images]
+def _images_in(path: Path) -> list[_Piece]:
+    """Return the images of a folder or tar file, sorted by name, or the file `path` itself."""
+    if path.is_dir():
+        files = (file for file in files_below(path) if is_image(file.name))
+        pieces = [_Piece(PurePosixPath(file.relative_to(path)), file, 0, _length(file)) for file in files]
+    elif path.name.lower().endswith(TAR_SUFFIXES):
+        pieces = _in_tar(path)
+    else:
+        return [_Piece(PurePosixPath(), path, 0, _length(path))]
+    if not pieces:
+        raise DataError(f"{path} holds no images ({', '.join(IMAGE_SUFFIXES)}) in class folders.")
+    return sorted(pieces, key=lambda piece: piece.name)
 
 
 def _length(file: Path) -> int:
@@ -165,15 +161,6 @@ def _without_splits(path: Path, names: Sequence[PurePosixPath]) -> tuple[list[st
     return splits, [PurePosixPath(*part[split:]) for part in parts]
 
 
-def _refuse_unknown(path: Path, splits: Sequence[str], names: Sequence[PurePosixPath]) -> None:
-    known = {name.parts[0] for name, split in zip(names, splits, strict=True) if split == "train"}
-    if not known:
-        raise DataError(f"{path} has no folder for training: it needs train/CLASS/IMAGE.")
-    strange = sorted({name.parts[0] for name in names} - known)
-    if strange:
-        raise DataError(f"{path} has the class {strange[0]!r} for validation, but not for training.")
-
-
 def _blobs(pieces: Sequence[_Piece], *, names: Callable[[int], str], known_as: Sequence[str]) -> Blobs:
     files = sorted({piece.file for piece in pieces})
     number = {file: place for place, file in enumerate(files)}
@@ -187,22 +174,6 @@ def _blobs(pieces: Sequence[_Piece], *, names: Callable[[int], str], known_as: S
     )
 
 
-def _members(archive: tarfile.TarFile, path: Path) -> Iterator[tarfile.TarInfo]:
-    """Yield the members of an open archive.
-
-    Raises:
-        DataError: the archive `path` is damaged or cut off. Python's tarfile takes a bad header for the end.
-    """
-    yield from archive
-    file: Any = archive.fileobj
-    file.seek(archive.offset)
-    if file.read(BLOCK_BYTES) != bytes(BLOCK_BYTES):
-        last = archive.getnames()[-1:] or ["its start"]
-        raise DataError(
-            f"{path} is not a tar file, or damaged: its end is missing, and what comes after {last[0]} cannot be read."
-        )
-
-
 def _files_within(archive: tarfile.TarFile, path: Path) -> dict[PurePosixPath, tarfile.TarInfo]:
     """Return the files of an open archive by name, without hidden ones; links are resolved.
 
@@ -210,38 +181,39 @@ def _files_within(archive: tarfile.TarFile, path: Path) -> dict[PurePosixPath, t
         DataError: the archive `path` is damaged, has members outside its own folder, or dangling links.
     """
     found = {}
-    for member in _members(archive, path):
+    for member in archive:
         name = PurePosixPath(member.name)
         if name.is_absolute() or ".." in name.parts:
             raise DataError(f"{path} has a member outside of its own folder: {member.name!r}.")
         if not any(part.startswith(".") for part in name.parts):
             found[name] = member
+    # Python's tarfile takes a bad header for the end of the archive.
+    file: Any = archive.fileobj
+    file.seek(archive.offset)
+    if file.read(BLOCK_BYTES) != bytes(BLOCK_BYTES):
+        last = archive.getnames()[-1:] or ["its start"]
+        raise DataError(
+            f"{path} is not a tar file, or damaged: its end is missing, and what comes after {last[0]} cannot be read."
+        )
     followed = {name: _followed(found, name, path) for name in found}
     return {name: member for name, member in followed.items() if member.isreg()}
 
 
 def _followed(found: dict[PurePosixPath, tarfile.TarInfo], name: PurePosixPath, path: Path) -> tarfile.TarInfo:
-    """Return the member `name`, with links resolved."""
-    member = found.get(name)
-    for _ in range(MOST_LINKS):
-        if member is None or not _is_link(member):
-            break
-        member = found.get(_target(member))
-    if member is not None and (member.isreg() or not _is_link(found[name])):
+    """Return the member `name`; if it is a link, the file that it leads to."""
+    member = found[name]
+    if not (member.islnk() or member.issym()):
         return member
+    target: tarfile.TarInfo | None = member
+    for _ in range(MOST_LINKS):
+        if target is None or not (target.islnk() or target.issym()):
+            break
+        # A hard link names a member, a symbolic one a path relative to its folder.
+        folder = posixpath.dirname(target.name) if target.issym() else ""
+        target = found.get(PurePosixPath(posixpath.normpath(posixpath.join(folder, target.linkname))))
+    if target is not None and target.isreg():
+        return target
     raise DataError(
-        f"{path}: {name} is a link to {found[name].linkname}, which is not a file in it. Make the archive again with "
+        f"{path}: {name} is a link to {member.linkname}, which is not a file in it. Make the archive again with "
         "tar --dereference, which puts in what links lead to."
     )
-
-
-def _is_link(member: tarfile.TarInfo) -> bool:
-    return member.islnk() or member.issym()
-
-
-def _target(member: tarfile.TarInfo) -> PurePosixPath:
-    """Return a link's target: a hard link names a member, a symbolic one a path relative to its folder."""
-    way = member.linkname
-    if member.issym():
-        way = posixpath.join(posixpath.dirname(member.name), way)
-    return PurePosixPath(posixpath.normpath(way))

@@ -12,11 +12,8 @@ from hvdtrain.data.arrays import Subset, hold_out
 from hvdtrain.data.blobs import Blobs
 from hvdtrain.data.files import find_data
 from hvdtrain.data.preprocessing import ImageInputs, Preprocessing, listed_numbers
-from hvdtrain.data.source import DataSplits, Source
-from hvdtrain.data.sources.class_folders import Found, scan
-
-HELD = ("validation", "test")
-"""Splits to validate on, in the order of preference."""
+from hvdtrain.data.source import DataSplits, Source, input_shape
+from hvdtrain.data.sources.class_folders import HELD, scan
 
 
 def decoded(encoded: tf.Tensor, spec: tf.TensorSpec, *, resize: bool, name: str) -> tf.Tensor:
@@ -88,11 +85,7 @@ def scaled(pixels: tf.Tensor, image: ImageInputs | None = None, *, white: float 
 
 def finish_of(image: ImageInputs) -> Callable[..., tuple[Any, ...]]:
     """Return the last transformation of batches of decoded images, see `DataSplits.finish`."""
-
-    def finish(inputs: Any, *rest: Any) -> tuple[Any, ...]:
-        return scaled(inputs, image), *rest
-
-    return finish
+    return lambda inputs, *rest: (scaled(inputs, image), *rest)
 
 
 class ImageSource:
@@ -127,6 +120,9 @@ class ImageSource:
         self.name = name
         self.size = len(blobs)
         self.file_of = blobs.file_of
+        self.describe = blobs.describe
+        self.listing = blobs.listing
+        self.version = blobs.version
         self._blobs = blobs
         self._labels = np.asarray(labels, np.int32)
         self._resize = size
@@ -140,27 +136,41 @@ class ImageSource:
         images = all_decoded(encoded, self.spec[0], resize=not self._as_they_are, name="the image")
         return images, tf.gather(self._labels, numbers)
 
-    def describe(self, number: int) -> str:
-        return self._blobs.describe(number)
-
     def fingerprint(self) -> bytes:
         """Return a hash of names and sizes, not of pixels."""
         facts = f"{self._resize} {self._channels}".encode()
         return hashlib.sha256(self._blobs.fingerprint() + self._labels.tobytes() + facts).digest()
-
-    def listing(self) -> list[str]:
-        """Return name and size of each image; see `Blobs.listing`."""
-        return self._blobs.listing()
-
-    def version(self) -> bytes:
-        """Return a hash that changes with the files; see `Blobs.version`."""
-        return self._blobs.version()
 
     def _first_shape(self) -> Any:
         try:
             return tf.io.decode_image(self._blobs.read(0), self._channels, expand_animations=False).shape
         except tf.errors.OpError as error:
             raise DataError(f"{self.describe(0)}: the image cannot be decoded ({error.message.strip()}).") from None
+
+
+def image_splits(
+    train: Source, held: Source, *, classes: int | None, names: Any = None, held_out: bool = False
+) -> DataSplits:
+    """Return the splits of samples of any kind; uint8 images become float32 in [0, 1] after augmentation.
+
+    Args:
+        train: the training samples.
+        held: the validation samples.
+        classes: number of classes; None if the targets are not labels.
+        names: their names, if they have any.
+        held_out: whether the validation samples were held out of the training data.
+    """
+    inputs, shape = train.spec[0], input_shape(train)
+    pixels = isinstance(inputs, tf.TensorSpec) and inputs.dtype == tf.uint8 and inputs.shape.rank == 3
+    return DataSplits(
+        train,
+        held,
+        shape,
+        classes,
+        finish=to_unit if pixels else None,
+        preprocessing=Preprocessing(names, image=ImageInputs(*shape) if pixels else None),
+        held_out=held_out,
+    )
 
 
 def load(
@@ -193,36 +203,27 @@ def load(
         )
     found = scan(find_data(path))
     source = ImageSource(found.blobs, found.labels, str(found.path), size=image_size, channels=channels)
-    train, held = split(source, found, validation)
-    shape = tuple(source.spec[0].shape)
+    held = next((split for split in HELD if (found.splits == split).any()), None)
+    if held is not None and validation:
+        raise ConfigError(f"{found.path} has images for {held}: leave out --data-args validation.")
+    parts = (
+        hold_out(source, validation, found.labels)
+        if held is None
+        else [
+            Subset(source, np.flatnonzero(found.splits == split), f"{source.name} ({title})")
+            for split, title in (("train", "training"), (held, held))
+        ]
+    )
     means, stds = listed_numbers("mean", mean, channels), listed_numbers("std", std, channels)
     if 0 in stds:
         raise ConfigError(f"--data-args std divides the pixels: it must not be 0. Received: {std!r}.")
-    image = ImageInputs(shape[0], shape[1], shape[2], mean=means, std=stds)
+    image = ImageInputs(*source.spec[0].shape, mean=means, std=stds)
     return DataSplits(
-        train,
-        held,
-        shape,
+        parts[0],
+        parts[1],
+        image.shape,
         len(found.classes),
         finish=finish_of(image),
         preprocessing=Preprocessing(tuple(found.classes), image=image),
-        held_out=has_no_validation(found),
+        held_out=held is None,
     )
-
-
-def has_no_validation(found: Found) -> bool:
-    """Return whether there is no folder of validation images."""
-    return not np.isin(found.splits, HELD).any()
-
-
-def split(source: Source, found: Found, validation: int) -> tuple[Subset, Subset]:
-    """Return training and validation samples: by their folders, or with `validation` held out, stratified by class."""
-    for held in HELD:
-        if (found.splits == held).any():
-            if validation:
-                raise ConfigError(f"{found.path} has images for {held}: leave out --data-args validation.")
-            parts = [np.flatnonzero(found.splits == name) for name in ("train", held)]
-            return Subset(source, parts[0], f"{source.name} (training)"), Subset(
-                source, parts[1], f"{source.name} ({held})"
-            )
-    return hold_out(source, validation, found.labels)

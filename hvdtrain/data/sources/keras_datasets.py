@@ -12,9 +12,8 @@ from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.config.registry import suggestion
 from hvdtrain.data.arrays import array_parts
 from hvdtrain.data.files import cache_folder, made_once, writing_into
-from hvdtrain.data.preprocessing import ImageInputs, Preprocessing
-from hvdtrain.data.source import DataSplits, input_shape
-from hvdtrain.data.sources.images import to_unit
+from hvdtrain.data.source import DataSplits
+from hvdtrain.data.sources.images import image_splits
 
 
 @dataclass(frozen=True)
@@ -73,15 +72,7 @@ def load(*, name: str = "") -> DataSplits:
     with np.load(kept) as found:
         train, test = (_samples(found[f"x_{part}"], found[f"y_{part}"]) for part in ("train", "test"))
     parts = array_parts(train, test, validation=0, name=name)
-    shape = input_shape(parts[0])
-    return DataSplits(
-        parts[0],
-        parts[1],
-        shape,
-        dataset.classes,
-        finish=to_unit,
-        preprocessing=Preprocessing(dataset.names, image=ImageInputs(*shape)),
-    )
+    return image_splits(*parts, classes=dataset.classes, names=dataset.names)
 
 
 def _loaded(name: str, dataset: KerasDataset) -> dict[str, np.ndarray]:

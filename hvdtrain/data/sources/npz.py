@@ -18,9 +18,8 @@ import numpy as np
 from hvdtrain.config.errors import DataError
 from hvdtrain.data.arrays import array_parts, check_range, is_labels
 from hvdtrain.data.files import find_data
-from hvdtrain.data.preprocessing import ImageInputs, Preprocessing
-from hvdtrain.data.source import DataSplits, input_shape
-from hvdtrain.data.sources.images import to_unit
+from hvdtrain.data.source import DataSplits
+from hvdtrain.data.sources.images import image_splits
 from hvdtrain.data.sources.user_data import classes_of
 from hvdtrain.runtime.logs import warn_on_first
 
@@ -61,16 +60,7 @@ def load(*, path: str = "", validation: int = 0, classes: int = 0) -> DataSplits
         if elements is not None:
             check_range(elements[1], classes, lambda number: f"{place}, sample {number}")
     parts = array_parts(train, held_out, validation=validation, name=str(place))
-    shape, pixels = input_shape(parts[0]), _are_pixels(train[0])
-    return DataSplits(
-        parts[0],
-        parts[1],
-        shape,
-        classes or classes_of(list(parts)),
-        finish=to_unit if pixels else None,
-        preprocessing=Preprocessing(image=ImageInputs(*shape) if pixels else None),
-        held_out=held_out is None,
-    )
+    return image_splits(*parts, classes=classes or classes_of(list(parts)), held_out=held_out is None)
 
 
 def _read(place: Path) -> dict[str, np.ndarray]:
@@ -108,11 +98,7 @@ def _part(place: Path, arrays: dict[str, np.ndarray], suffixes: tuple[str, ...])
             missing = NAMES[0 if named[0] is None else 1][-1] + suffix
             raise DataError(f"{place} has {named[0] or named[1]}, but no {missing}.")
         inputs, targets, *weights = (arrays.pop(name) for name in named if name)
-        if _are_pixels(inputs) and inputs.ndim == 3:
+        if inputs.dtype == np.uint8 and inputs.ndim == 3:
             inputs = inputs[..., np.newaxis]
         return inputs, targets.astype(np.int32) if is_labels(targets) else targets, *weights
     return None
-
-
-def _are_pixels(inputs: np.ndarray) -> bool:
-    return inputs.dtype == np.uint8 and inputs.ndim in (3, 4)

@@ -7,6 +7,7 @@ which allow random access; do so once before training, since at its start every 
     python -c "import tensorflow_datasets as t; t.builder('mnist', file_format='array_record').download_and_prepare()"
 """
 
+import functools
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -17,12 +18,12 @@ import tensorflow as tf
 from hvdtrain.compat import fingerprint_of
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.config.registry import suggestion
-from hvdtrain.data.arrays import check_range, hold_out
+from hvdtrain.data.arrays import check_range, given_or_held_out
 from hvdtrain.data.files import find_data
-from hvdtrain.data.preprocessing import ImageInputs, Preprocessing
-from hvdtrain.data.source import DataSplits, Source, input_shape
+from hvdtrain.data.source import DataSplits
+from hvdtrain.data.sources.class_folders import HELD
 from hvdtrain.data.sources.extras import optional_package
-from hvdtrain.data.sources.images import to_unit
+from hvdtrain.data.sources.images import image_splits
 
 Row = Mapping[str, Any]
 
@@ -64,12 +65,15 @@ class RowSource:
         self.name = name
         self.size = size
         self._read = read
-        self._classes = classes
+        self.classes = classes
         self._version = version
         self._columns = (inputs[0] if len(inputs) == 1 else {column: column for column in inputs}, target)
         first = read([0])[0]
         check_columns(name, [*inputs, target], first)
-        self.spec = tf.nest.map_structure(lambda column: self._spec(column, first[column]), self._columns)
+        arrays = tf.nest.map_structure(lambda column: self._array(first[column], column, 0), self._columns)
+        self.spec = tf.nest.map_structure(
+            lambda array: tf.TensorSpec(array.shape, tf.string if array.dtype.kind in "SU" else array.dtype), arrays
+        )
         self.finite = not any(spec.dtype.is_floating for spec in tf.nest.flatten(self.spec))
 
     def gather(self, numbers: tf.Tensor) -> tuple[Any, ...]:
@@ -84,33 +88,23 @@ class RowSource:
 
     def fingerprint(self) -> bytes:
         """Return a hash of name, version, columns, number and shapes of samples; rows are not read."""
-        facts = (self.name, self._version, self._columns, self._classes, self.size, self.spec)
+        facts = (self.name, self._version, self._columns, self.classes, self.size, self.spec)
         return hashlib.sha256(repr(facts).encode()).digest()
-
-    def _spec(self, column: str, value: Any) -> tf.TensorSpec:
-        array = as_array(value)
-        if array.dtype.kind == "O":
-            raise DataError(f"{self.describe(0)}: the column {column!r} is not a tensor, but {type(value).__name__}.")
-        return tf.TensorSpec(array.shape, tf.string if array.dtype.kind in "SU" else array.dtype)
 
     def _arrays(self, numbers: np.ndarray) -> list[np.ndarray]:
         """Return one array [n, …] per column, in the order of tf.nest.flatten."""
-        rows = self._read([int(number) for number in numbers])
+        rows = self._read(numbers.tolist())
         columns = zip(tf.nest.flatten(self._columns), tf.nest.flatten(self.spec), strict=True)
         arrays = [
             np.stack([self._like(spec, row[column], column, n) for row, n in zip(rows, numbers, strict=True)])
             for column, spec in columns
         ]
-        if self._classes is not None:
-            check_range(arrays[-1], self._classes, lambda place: self.describe(int(numbers[place])))
+        if self.classes is not None:
+            check_range(arrays[-1], self.classes, lambda place: self.describe(numbers[place]))
         return arrays
 
     def _like(self, spec: tf.TensorSpec, value: Any, column: str, number: int) -> np.ndarray:
-        array = as_array(value)
-        if array.dtype.kind == "O":
-            raise DataError(
-                f"{self.describe(number)}: the column {column!r} is not a tensor, but {type(value).__name__}."
-            )
+        array = self._array(value, column, number)
         if array.shape != tuple(spec.shape):
             raise DataError(
                 f"{self.describe(number)}: the column {column!r} is {list(array.shape)} in size, and "
@@ -118,6 +112,17 @@ class RowSource:
             )
         # As objects, since an array of str would pad or cut texts to one length.
         return array.astype(object if spec.dtype == tf.string else spec.dtype.as_numpy_dtype)
+
+    def _array(self, value: Any, column: str, number: int) -> np.ndarray:
+        """Convert to an array; a grey uint8 image [height, width] gets a channel dim."""
+        array = np.asarray(value)
+        if array.dtype.kind == "O" and all(isinstance(entry, str | bytes) for entry in array.flat):
+            array = array.astype(np.str_ if any(isinstance(entry, str) for entry in array.flat) else np.bytes_)
+        if array.dtype.kind == "O":
+            raise DataError(
+                f"{self.describe(number)}: the column {column!r} is not a tensor, but {type(value).__name__}."
+            )
+        return array[..., np.newaxis] if array.dtype == np.uint8 and array.ndim == 2 else array
 
 
 def check_columns(name: str, wanted: Iterable[str], known: Iterable[str]) -> None:
@@ -132,54 +137,16 @@ def check_columns(name: str, wanted: Iterable[str], known: Iterable[str]) -> Non
             raise ConfigError(f"{name} has no column {column!r}.{suggestion(column, there)}")
 
 
-def as_array(value: Any) -> np.ndarray:
-    """Convert to an array; a grey uint8 image [height, width] gets a channel dim, a list of str becomes objects."""
-    array = np.asarray(value)
-    if array.dtype.kind == "O" and all(isinstance(entry, str | bytes) for entry in array.flat):
-        array = (
-            array.astype(np.str_) if any(isinstance(entry, str) for entry in array.flat) else array.astype(np.bytes_)
-        )
-    return array[..., np.newaxis] if array.dtype == np.uint8 and array.ndim == 2 else array
-
-
-def row_splits(
-    train: RowSource, held: RowSource | None, *, validation: int, classes: int | None, class_names: Any = None
+def _splits(
+    source: Callable[[str], RowSource], train: str, held: str, known: Collection[str], *, validation: int, label: Any
 ) -> DataSplits:
-    """Return training and validation samples of rows.
-
-    Args:
-        train: the training rows.
-        held: the validation rows; None if there are none.
-        validation: rows to hold out if there are none; 0: one in ten.
-        classes: number of classes, if the target is a label.
-        class_names: their names, if the data set has any.
-
-    Raises:
-        ConfigError: both `validation` and `held`.
-        DataError: training and validation rows of different shapes.
-    """
-    if held is not None and validation:
-        raise ConfigError(f"{held.name} is there for validation: leave out --data-args validation.")
-    if held is not None and held.spec != train.spec:
-        raise DataError(f"{train.name} has samples {train.spec}, {held.name} has {held.spec}: both must be alike.")
-    parts: tuple[Source, Source] = (train, held) if held else hold_out(train, validation)
-    inputs, shape = train.spec[0], input_shape(train)
-    pixels = isinstance(inputs, tf.TensorSpec) and inputs.dtype == tf.uint8 and inputs.shape.rank == 3
-    names = tuple(class_names) if class_names is not None and len(class_names) == classes else None
-    return DataSplits(
-        parts[0],
-        parts[1],
-        shape,
-        classes,
-        finish=to_unit if pixels else None,
-        preprocessing=Preprocessing(names, image=ImageInputs(*shape) if pixels else None),
-        held_out=held is None,
-    )
-
-
-def _validation_of(splits: Collection[str], chosen: str) -> str:
-    """Return the name of the validation split, by default `validation` or `test`; "" if there is none."""
-    return chosen or next((name for name in ("validation", "test") if name in splits), "")
+    """Return the rows of the splits `train` and `held`, by default `validation` or `test`, or else hold some out."""
+    chosen = held or next((name for name in HELD if name in known), "")
+    rows = source(train)
+    parts = given_or_held_out(rows, source(chosen) if chosen else None, validation)
+    names = getattr(label, "names", None)
+    names = tuple(names) if names is not None and len(names) == rows.classes else None
+    return image_splits(*parts, classes=rows.classes, names=names, held_out=not chosen)
 
 
 def load_tfds(
@@ -215,6 +182,7 @@ def load_tfds(
         raise ConfigError("tfds needs --data-args name NAME, as in name mnist.")
     folder = str(find_data(path)) if path else None
 
+    @functools.cache
     def rows_of(split: str) -> Any:
         try:
             return package.data_source(name, split=split, data_dir=folder, download=False)
@@ -224,32 +192,29 @@ def load_tfds(
                 f"tensorflow_datasets.builder({name!r}, file_format='array_record').download_and_prepare()."
             ) from None
 
-    train = rows_of(train_split)
-    info = train.dataset_info
+    info = rows_of(train_split).dataset_info
     declared = list(info.supervised_keys or ())
     if not (inputs and target) and [*map(type, declared)] != [str, str]:
         raise ConfigError(
             f"tfds needs --data-args inputs COLUMN target COLUMN. {name} has: {', '.join(info.features)}."
         )
-    columns, label = inputs.split(",") if inputs else [declared[0]], target or declared[1]
+    columns, target = inputs.split(",") if inputs else [declared[0]], target or declared[1]
     # A FeaturesDict has no get().
-    feature = info.features[label] if label in info.features else None  # noqa: SIM401
-    known = classes or getattr(feature, "num_classes", None)
+    label = info.features[target] if target in info.features else None  # noqa: SIM401
 
-    def source(rows: Any, split: str) -> RowSource:
+    def source(split: str) -> RowSource:
+        rows = rows_of(split)
         return RowSource(
             lambda numbers: list(rows.__getitems__(list(numbers))),
             len(rows),
             inputs=columns,
-            target=label,
+            target=target,
             name=f"{info.full_name} ({split})",
-            classes=known,
+            classes=classes or getattr(label, "num_classes", None),
             version=info.file_format.value if info.file_format else "",
         )
 
-    chosen = _validation_of(info.splits, validation_split)
-    held, names = source(rows_of(chosen), chosen) if chosen else None, getattr(feature, "names", None)
-    return row_splits(source(train, train_split), held, validation=validation, classes=known, class_names=names)
+    return _splits(source, train_split, validation_split, info.splits, validation=validation, label=label)
 
 
 def load_hugging_face(
@@ -270,12 +235,12 @@ def load_hugging_face(
         path: a folder written by `save_to_disk`; or
         name: a data set of the hub, `owner/name`, downloaded into Hugging Face's cache if it is not there.
         configuration: its configuration.
-        inputs: the input column, or several separated by commas, which make a dict.
+        inputs: as in `load_tfds`, but not declared; likewise the others.
         target: the target column.
         train_split: the training split.
-        validation_split: the validation split; "": see above.
-        validation: rows to hold out if there is no such split; 0: one in ten.
-        classes: number of classes; 0: as the data set declares.
+        validation_split: the validation split.
+        validation: rows to hold out.
+        classes: number of classes.
 
     Raises:
         ConfigError: arguments that do not fit, or the package `datasets` is missing.
@@ -296,35 +261,32 @@ def load_hugging_face(
     splits = opened if isinstance(opened, Mapping) else {"train": opened}
     if not splits:
         raise DataError(f"{name or path} holds no splits.")
-    chosen = _validation_of(splits, validation_split)
-    for split in (train_split, chosen):
+    for split in (train_split, validation_split):
         if split and split not in splits:
             raise ConfigError(f"{name or path} has no split {split!r}. It has: {', '.join(splits)}.")
-    columns = list(splits[train_split].column_names)
+    columns = splits[train_split].column_names
     if not (inputs and target):
         raise ConfigError(f"hf needs --data-args inputs COLUMN target COLUMN. There are: {', '.join(columns)}.")
     label = splits[train_split].features.get(target)
-    known = classes or getattr(label, "num_classes", None)
 
     def source(split: str) -> RowSource:
-        title = f"{name or path} ({split})"
-        return _hugging_face_rows(splits[split], inputs.split(","), target, classes=known, name=title)
+        dataset, wanted, title = splits[split], inputs.split(","), f"{name or path} ({split})"
+        check_columns(title, [*wanted, target], dataset.column_names)
+        # Do not read other columns, nor decode images in them.
+        arrays = dataset.select_columns([*wanted, target]).with_format("numpy")
 
-    held, names = source(chosen) if chosen else None, getattr(label, "names", None)
-    return row_splits(source(train_split), held, validation=validation, classes=known, class_names=names)
+        def read(numbers: Sequence[int]) -> list[Row]:
+            block = arrays[list(numbers)]
+            return [{column: values[place] for column, values in block.items()} for place in range(len(numbers))]
 
+        return RowSource(
+            read,
+            len(dataset),
+            inputs=wanted,
+            target=target,
+            name=title,
+            classes=classes or getattr(label, "num_classes", None),
+            version=fingerprint_of(dataset),
+        )
 
-def _hugging_face_rows(
-    dataset: Any, inputs: Sequence[str], target: str, *, name: str, classes: int | None
-) -> RowSource:
-    check_columns(name, [*inputs, target], dataset.column_names)
-    # Do not read other columns, nor decode images in them.
-    arrays = dataset.select_columns([*inputs, target]).with_format("numpy")
-
-    def read(numbers: Sequence[int]) -> list[Row]:
-        block = arrays[list(numbers)]
-        return [{column: values[place] for column, values in block.items()} for place in range(len(numbers))]
-
-    return RowSource(
-        read, len(dataset), inputs=inputs, target=target, name=name, classes=classes, version=fingerprint_of(dataset)
-    )
+    return _splits(source, train_split, validation_split, splits, validation=validation, label=label)

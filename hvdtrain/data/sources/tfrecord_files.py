@@ -19,15 +19,16 @@ import struct
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import google_crc32c
 import numpy as np
+import tensorflow as tf
+from google.protobuf.message import DecodeError
 
 from hvdtrain.config.errors import DataError
+from hvdtrain.data.blobs import Blobs
 from hvdtrain.data.files import (
     DATA_VARIABLE,
     cache_folder,
@@ -42,10 +43,8 @@ from hvdtrain.data.sources.class_folders import is_image
 
 INDEXED_AT_ONCE = 8
 """Files indexed at a time: on a network file system that is waiting, not work."""
-_LENGTH = struct.Struct("<Q")
+_HEADER = struct.Struct("<QI")
 _CHECKSUM = struct.Struct("<I")
-HEADER_BYTES = _LENGTH.size + _CHECKSUM.size
-FOOTER_BYTES = _CHECKSUM.size
 _SHARD = re.compile(r"(.+)-\d+-of-(\d+)")
 _IS_RECORD_FILE = re.compile(r"\.(tfrecords?|tfrec)(\.(gz|zlib))?$|-\d+-of-\d+(\.\w+)?$", re.IGNORECASE)
 
@@ -61,80 +60,84 @@ class Index(NamedTuple):
     """[records] uint32."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Records:
-    """The records of several files, numbered consecutively."""
+class Records(Blobs):
+    """The records of several files, each a tf.train.Example, verified by checksum when read.
 
-    folder: Path
-    """Folder of the first file."""
-    names: list[str]
-    """Name of each file in messages."""
-    files: list[Path]
-    """Uncompressed file for each name."""
-    file_of: np.ndarray
-    """[records] int64, ascending: index into `files`."""
-    index: Index
+    Indices and uncompressed copies of files are cached.
 
-    def __len__(self) -> int:
-        return len(self.file_of)
-
-    def place(self, number: int) -> str:
-        """Return the file of record `number`, and its number within it, from 0."""
-        file = int(self.file_of[number])
-        return f"{self.names[file]}, record {number - int(self._firsts[file])}"
-
-    def read(self, number: int) -> bytes:
-        """Return the bytes of record `number` unchecked; fewer if the file is cut off.
-
-        Raises:
-            DataError: the file cannot be read.
-        """
-        try:
-            with open(self.files[int(self.file_of[number])], "rb") as file:
-                return os.pread(file.fileno(), int(self.index.lengths[number]), int(self.index.offsets[number]))
-        except OSError as error:
-            raise DataError(f"{error.filename or self.place(number)} cannot be read: {error.strerror}.") from None
-
-    def is_whole(self, data: bytes, number: int) -> bool:
-        """Return whether `data` match the checksum of record `number`."""
-        return masked_checksum(data) == int(self.index.checksums[number])
-
-    def fingerprint(self) -> bytes:
-        """Return a hash [32 bytes] of the records' checksums and lengths, and thus of their contents."""
-        return hashlib.sha256(self.index.lengths.tobytes() + self.index.checksums.tobytes()).digest()
-
-    def listing(self) -> list[str]:
-        """Return the name, number of records and a combined checksum of each file."""
-        parts = np.split(self.index.checksums, self._firsts[1:])
-        facts = zip(self.names, parts, strict=True)
-        return [f"{name} ({len(part):,} records, checksum {zlib.crc32(part.tobytes()):08x})" for name, part in facts]
-
-    @cached_property
-    def _firsts(self) -> np.ndarray:
-        """[files] number of each file's first record."""
-        return np.searchsorted(self.file_of, np.arange(len(self.files)))
-
-
-def records_of(files: Sequence[Path]) -> Records:
-    """Index the records of all `files`. Indices and uncompressed copies of files are cached.
+    Args:
+        files: the files, compressed or not.
 
     Raises:
         DataError: a damaged file, or no records at all.
     """
-    with ThreadPoolExecutor(INDEXED_AT_ONCE) as pool:
-        found = list(pool.map(_indexed, files))
-    indexes = [index for _, index in found]
-    counts = [len(index.offsets) for index in indexes]
-    if not sum(counts):
-        raise DataError(f"There are no records in {', '.join(map(str, files[:3]))}{', …' if len(files) > 3 else ''}.")
-    common = os.path.commonpath([file.absolute().parent for file in files])
-    return Records(
-        folder=files[0].parent,
-        names=[str(file.absolute().relative_to(common)) for file in files],
-        files=[file for file, _ in found],
-        file_of=np.repeat(np.arange(len(files)), counts),
-        index=Index(*(np.concatenate(parts) for parts in zip(*indexes, strict=True))),
-    )
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        with ThreadPoolExecutor(INDEXED_AT_ONCE) as pool:
+            plain, indexes = zip(*pool.map(_indexed, files), strict=True)
+        counts = [len(index.offsets) for index in indexes]
+        index = Index(*(np.concatenate(parts) for parts in zip(*indexes, strict=True)))
+        file_of = np.repeat(np.arange(len(files)), counts)
+        super().__init__(plain, file_of, index.offsets, index.lengths, check=self._verify)
+        self.folder = files[0].parent
+        self.name_feature: str | None = None
+        """The feature that holds a record's name in messages."""
+        self._checksums = index.checksums
+        self._firsts = np.cumsum([0, *counts])
+        common = os.path.commonpath([file.absolute().parent for file in files])
+        self._titles = [str(file.absolute().relative_to(common)) for file in files]
+
+    def describe(self, number: int) -> str:
+        """Return file, record (from 0) and the name that the record holds."""
+        file = int(self.file_of[number])
+        place = f"{self._titles[file]}, record {int(number) - self._firsts[file]}"
+        name = self._name_of(int(number)) if self.name_feature else ""
+        return f"{place} ({name})" if name else place
+
+    def entries(self, number: int) -> Any:
+        """Return the features of a record by name, also of a damaged one; {} if it is not a tf.train.Example."""
+        return _entries_of(self.read(number, checked=False)) or {}
+
+    def is_whole(self, number: int) -> bool:
+        """Return whether a record matches its checksum."""
+        return masked_checksum(self.read(number, checked=False)) == int(self._checksums[number])
+
+    def held(self, number: int) -> str:
+        """Describe the features of a record."""
+        entries = self.entries(number)
+        kinds = {key: entries[key].WhichOneof("kind") or "nothing" for key in sorted(entries)}
+        listed = ", ".join(f"{key} ({kind.removesuffix('_list')})" for key, kind in kinds.items())
+        return f"holds {listed}" if listed else "is not a tf.train.Example, or is an empty one"
+
+    def fingerprint(self) -> bytes:
+        """Return a hash [32 bytes] of the records' checksums and lengths, and thus of their contents."""
+        return hashlib.sha256(self.lengths.tobytes() + self._checksums.tobytes()).digest()
+
+    def listing(self) -> list[str]:
+        """Return the name, number of records and a combined checksum of each file."""
+        facts = zip(self._titles, np.split(self._checksums, self._firsts[1:-1]), strict=True)
+        return [f"{name} ({len(part):,} records, checksum {zlib.crc32(part.tobytes()):08x})" for name, part in facts]
+
+    def _verify(self, data: bytes, number: int) -> None:
+        if masked_checksum(data) != int(self._checksums[number]):
+            raise DataError(f"{self.describe(number)}: the record is damaged (its checksum is wrong)")
+        # TensorFlow would put the bytes into its message, which Python fails to decode.
+        if _entries_of(data) is None:
+            raise DataError(f"{self.describe(number)}: it is not a tf.train.Example")
+
+    def _name_of(self, number: int) -> str:
+        try:
+            entries = _entries_of(self._bytes(number)) or {}
+            return str(entries[self.name_feature].bytes_list.value[0].decode()) if self.name_feature in entries else ""
+        except (OSError, IndexError, UnicodeDecodeError):
+            return ""  # lost to damage
+
+
+def _entries_of(data: bytes) -> Any:
+    try:
+        return tf.train.Example.FromString(data).features.feature
+    except DecodeError:
+        return None
 
 
 def _indexed(file: Path) -> tuple[Path, Index]:
@@ -143,8 +146,7 @@ def _indexed(file: Path) -> tuple[Path, Index]:
         packed = compression(file)
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error.strerror}.") from None
-    openers: dict[str, Any] = {"gzip": gzip.open, "zlib": ZlibFile}
-    plain = seekable(file, openers[packed]) if packed else file
+    plain = seekable(file, gzip.open if packed == "gzip" else _open_zlib) if packed else file
     target = cache_folder() / f"{cache_key(plain, 'tfrecord index')}.npz"
     with made_once(target) as draft:
         if draft is not None:
@@ -153,6 +155,10 @@ def _indexed(file: Path) -> tuple[Path, Index]:
                 np.savez(out, **index._asdict())
     with np.load(target) as arrays:
         return plain, Index(**arrays)
+
+
+def _open_zlib(path: Path) -> IO[bytes]:
+    return io.BytesIO(zlib.decompress(path.read_bytes()))
 
 
 def read_index(path: Path, name: str = "") -> Index:
@@ -172,21 +178,18 @@ def _walk(path: Path, name: str) -> Iterator[tuple[int, int, int]]:
         for number in itertools.count():
             if place >= size:
                 return
-            begin, length = place + HEADER_BYTES, _length(file, f"{name}, record {number}")
-            place = begin + length + FOOTER_BYTES
+            header, begin = file.read(_HEADER.size), place + _HEADER.size
+            if begin <= size and not _has_right_length(header):
+                raise DataError(
+                    f"{name}, record {number}: its length is damaged, or this is not a TFRecord file (the checksum is "
+                    "wrong)."
+                )
+            length = _HEADER.unpack(header)[0] if begin <= size else 0
+            place = begin + length + _CHECKSUM.size
             if place > size:
                 raise DataError(f"{name}, record {number}: the file ends {place - size} bytes too early.")
             file.seek(begin + length)
-            yield begin, length, _CHECKSUM.unpack(file.read(FOOTER_BYTES))[0]
-
-
-def _length(file: BinaryIO, where: str) -> int:
-    header = file.read(HEADER_BYTES)
-    if len(header) < HEADER_BYTES:
-        raise DataError(f"{where}: the file ends {HEADER_BYTES - len(header)} bytes too early.")
-    if not _has_right_length(header):
-        raise DataError(f"{where}: its length is damaged, or this is not a TFRecord file (the checksum is wrong).")
-    return int(_LENGTH.unpack(header[: _LENGTH.size])[0])
+            yield begin, length, _CHECKSUM.unpack(file.read(_CHECKSUM.size))[0]
 
 
 def masked_checksum(data: bytes) -> int:
@@ -196,14 +199,13 @@ def masked_checksum(data: bytes) -> int:
 
 
 def _has_right_length(header: bytes) -> bool:
-    length, checksum = header[: _LENGTH.size], header[_LENGTH.size : HEADER_BYTES]
-    return len(header) >= HEADER_BYTES and checksum == _CHECKSUM.pack(masked_checksum(length))
+    return len(header) == _HEADER.size and _HEADER.unpack(header)[1] == masked_checksum(header[:8])
 
 
 def compression(path: Path) -> str:
     """Return "gzip" or "zlib" for a compressed TFRecord file, else ""."""
     with open(path, "rb") as file:
-        start = file.read(HEADER_BYTES)
+        start = file.read(_HEADER.size)
     # A length may look like the magic number of a compressed file, but then its checksum is right.
     if _has_right_length(start):
         return ""
@@ -211,32 +213,6 @@ def compression(path: Path) -> str:
         return "gzip"
     is_zlib = len(start) > 1 and start[0] & 0x0F == 8 and int.from_bytes(start[:2], "big") % 31 == 0
     return "zlib" if is_zlib else ""
-
-
-class ZlibFile(io.RawIOBase):
-    """Read a zlib-compressed file from its start to its end; EOFError if it is cut off."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = open(path, "rb")  # noqa: SIM115 - closed with this one
-        self._inflate = zlib.decompressobj()
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._inflate.eof:
-            packed = self._inflate.unconsumed_tail or self._file.read(2**16)
-            data = self._inflate.decompress(packed, len(buffer))
-            if data:
-                buffer[: len(data)] = data
-                return len(data)
-            if not packed:
-                raise EOFError("the file ends too early")
-        return 0
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
 
 
 def record_files(path: str) -> list[Path]:
@@ -255,26 +231,17 @@ def record_files(path: str) -> list[Path]:
     found = find_data(path)
     if not found.is_dir():
         return [found]
-    files = sorted(file for file in files_below(found) if _is_record_file(file))
+    # Not photo-1-of-3.png.
+    named = (file for file in files_below(found) if _IS_RECORD_FILE.search(file.name) and not is_image(file.name))
+    files = sorted(file for file in named if file.is_file())
     if not files:
         raise DataError(f"{found} holds no TFRecord files (*.tfrecord, or names such as train-00000-of-00008).")
-    _refuse_missing_shards(files)
-    return files
-
-
-def _is_record_file(file: Path) -> bool:
-    """Return whether a file is named like a TFRecord file; photo-1-of-3.png is not."""
-    name = file.name.lower()
-    return bool(_IS_RECORD_FILE.search(name)) and not name.startswith(".") and not is_image(name) and file.is_file()
-
-
-def _refuse_missing_shards(files: Sequence[Path]) -> None:
-    """Refuse a folder of `NAME-00000-of-00008` … that lacks some of its files."""
     shards = [(file.parent / part[1], int(part[2])) for file in files if (part := _SHARD.match(file.name))]
     for (series, expected), mine in itertools.groupby(shards):
-        count = sum(1 for _ in mine)
+        count = len(list(mine))
         if count < expected:
             raise DataError(
                 f"{series.parent} holds {count} of {expected} files {series.name}-*-of-*: some are missing. Name those "
                 "to read by a pattern, as in path 'DIR/train-*'."
             )
+    return files

@@ -320,8 +320,8 @@ def test_a_damaged_record_is_named(folder):
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"label": 3}, "the label 3 is outside of 0 to 2"),
-        ({"label": -1}, "the label -1 is outside of 0 to 2"),
+        ({"label": 3}, "the label 3 is not one of 3 classes"),
+        ({"label": -1}, "the label -1 is not one of 3 classes"),
         ({"label": [1, 2]}, "Key: label"),
         ({"label": 1.5}, "Key: label"),
         ({"image": b"no image"}, "Unknown image file format"),
@@ -409,7 +409,7 @@ def test_files_without_a_description_tell_what_they_hold(folder):
         ("nowhere", "There is no "),
         ("nowhere/*.tfrecord", "No file matches 'nowhere/*.tfrecord'"),
         ("empty", "holds no TFRecord files"),
-        ("hollow", "There are no records in"),
+        ("hollow", "There is nothing to read in"),
     ],
 )
 def test_nothing_there_is_said(tmp_path, monkeypatch, path, said):
