@@ -13,9 +13,9 @@ samples of each window, as BERT's data had. In validation every window comes onc
 """
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -23,7 +23,7 @@ import tensorflow as tf
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.files import files_below, find_data
 from hvdtrain.data.preprocessing import Preprocessing, TextInputs
-from hvdtrain.data.source import DataSplits
+from hvdtrain.data.source import DataSplits, Source
 from hvdtrain.data.sources.tokenizers import Tokenizer, described, make_tokenizer, tokenizer_of
 
 SEPARATOR = b"\n\n"
@@ -35,8 +35,7 @@ MASK_SEED = 1810
 """Fixed, not the run's seed: validation losses are compared between runs."""
 
 
-@dataclass(frozen=True)
-class Corpus:
+class Corpus(NamedTuple):
     """A text, split into training and validation parts."""
 
     name: str
@@ -46,15 +45,15 @@ class Corpus:
 
 @dataclass(frozen=True)
 class TokenizedText:
-    """The tokens of a text, split into training and validation, and the windows that they are cut into."""
+    """The tokens of a text, split into training and validation."""
 
     name: str
     train: np.ndarray
     """[n] tokens."""
     validation: np.ndarray
     tokenizer: Tokenizer
-    length: int
-    """Tokens of a window."""
+    inputs: TextInputs
+    """Tokenizer and length of the windows that the tokens are cut into."""
 
 
 def load(
@@ -74,27 +73,17 @@ def load(
         ConfigError: arguments out of range, or a missing package.
         DataError: no text, or one that is too short.
     """
-    return _next_tokens(read_tokens(path, tokenizer, length, validation, vocabulary=vocabulary), tokenizer)
+    return _next_tokens(read_tokens(path, tokenizer, length, validation, vocabulary=vocabulary))
 
 
-def load_like(
-    trained: Preprocessing,
-    classes: int | None,
-    *,
-    path: str = "",
-    tokenizer: str = "",
-    length: int = 0,
-    validation: float = 0.1,
-    vocabulary: int = 0,
-) -> DataSplits:
+def load_like(trained: Preprocessing, classes: int | None, **arguments: Any) -> DataSplits:
     """Load another text for the model of a run, as `load` does, with the run's tokenizer and length.
 
     Raises:
         ConfigError: another tokenizer or length.
         DataError: no text, or one with characters that the run's has not.
     """
-    known = same_windows(trained, tokenizer, length)
-    return _next_tokens(_read_like(path, validation, known), known.tokenizer)
+    return _next_tokens(_read_like(trained, **arguments))
 
 
 def load_masked(
@@ -124,22 +113,12 @@ def load_masked(
         ConfigError: arguments out of range, or a missing package.
         DataError: no text, or one that is too short.
     """
-    _check_masks(chosen, copies)
     text = read_tokens(path, tokenizer, length, validation, vocabulary=vocabulary)
-    return _masked_tokens(text, tokenizer, chosen, copies=copies)
+    return _masked_tokens(text, chosen, copies)
 
 
 def load_masked_like(
-    trained: Preprocessing,
-    classes: int | None,
-    *,
-    path: str = "",
-    tokenizer: str = "",
-    length: int = 0,
-    validation: float = 0.1,
-    vocabulary: int = 0,
-    chosen: float = 0.15,
-    copies: int = 10,
+    trained: Preprocessing, classes: int | None, *, chosen: float = 0.15, copies: int = 10, **arguments: Any
 ) -> DataSplits:
     """Load another text for the model of a run, as `load_masked` does, with the run's tokenizer and length.
 
@@ -147,17 +126,18 @@ def load_masked_like(
         ConfigError: another tokenizer or length, or arguments out of range.
         DataError: no text, or one with characters that the run's has not.
     """
-    _check_masks(chosen, copies)
-    known = same_windows(trained, tokenizer, length)
-    return _masked_tokens(_read_like(path, validation, known), known.tokenizer, chosen, copies=copies)
+    return _masked_tokens(_read_like(trained, **arguments), chosen, copies)
 
 
-def same_windows(trained: Preprocessing, tokenizer: str, length: int) -> TextInputs:
-    """Return the windows that a run was trained on.
-
-    Raises:
-        ConfigError: another `tokenizer` than the run's (or ""), or another `length` (or 0).
-    """
+def _read_like(
+    trained: Preprocessing,
+    *,
+    path: str = "",
+    tokenizer: str = "",
+    length: int = 0,
+    validation: float = 0.1,
+    vocabulary: int = 0,
+) -> TokenizedText:
     known = trained.text
     assert known is not None, "asked by the caller"
     if tokenizer not in ("", known.tokenizer) or length not in (0, known.length):
@@ -165,7 +145,7 @@ def same_windows(trained: Preprocessing, tokenizer: str, length: int) -> TextInp
             f"The run was trained on windows of {known.length} tokens by the tokenizer {known.tokenizer}: other text "
             f"is read likewise. Received: tokenizer={tokenizer!r}, length={length}. Leave them out."
         )
-    return known
+    return read_tokens(path, known.tokenizer, known.length, validation, known=known)
 
 
 def read_tokens(
@@ -190,12 +170,8 @@ def read_tokens(
         train=made.encode(corpus.train),
         validation=made.encode(corpus.validation),
         tokenizer=made,
-        length=length,
+        inputs=described(tokenizer, made, length),
     )
-
-
-def _read_like(path: str, validation: float, known: TextInputs) -> TokenizedText:
-    return read_tokens(path, known.tokenizer, known.length, validation, known=known)
 
 
 def read_corpus(path: str, validation: float, *, utf8: bool) -> Corpus:
@@ -252,55 +228,36 @@ def _documentation() -> bytes:
     return SEPARATOR.join(topics[name].encode() for name in sorted(topics))
 
 
-def _next_tokens(text: TokenizedText, tokenizer: str) -> DataSplits:
-    return DataSplits(
-        train=TokenSource(text.train, text.length, f"{text.name} (training)"),
-        validation=TokenSource(text.validation, text.length, f"{text.name} (validation)"),
-        sample_shape=(text.length,),
-        classes=text.tokenizer.size,
-        preprocessing=Preprocessing(text=described(tokenizer, text.tokenizer, text.length)),
-        held_out=True,
-    )
+def _next_tokens(text: TokenizedText) -> DataSplits:
+    parts = ((text.train, "training"), (text.validation, "validation"))
+    train, held = (TokenSource(tokens, text.inputs.length, f"{text.name} ({what})") for tokens, what in parts)
+    return _splits(train, held, text.tokenizer.size, text.inputs)
 
 
-def _check_masks(chosen: float, copies: int) -> None:
+def _masked_tokens(text: TokenizedText, chosen: float, copies: int) -> DataSplits:
     if not 0 < chosen <= 1 or copies < 1:
         raise ConfigError(
             "masked_text needs a share of chosen places in (0, 1] and at least one copy. "
             f"Received: chosen={chosen}, copies={copies}."
         )
+    vocabulary, length = text.tokenizer.size, text.inputs.length
+    facts = {"vocabulary": vocabulary, "positions": max(1, round(chosen * length))}
+    train = MaskedSource(text.train, length, name=f"{text.name} (training)", copies=copies, **facts)
+    held = MaskedSource(text.validation, length, name=f"{text.name} (validation)", **facts)
+    return _splits(train, held, vocabulary + 1, replace(text.inputs, masked=True))
 
 
-def _masked_tokens(text: TokenizedText, tokenizer: str, chosen: float, *, copies: int) -> DataSplits:
-    size, length = text.tokenizer.size, text.length
-
-    def source(tokens: np.ndarray, what: str, copies: int) -> MaskedSource:
-        positions = max(1, round(chosen * length))
-        return MaskedSource(
-            tokens=tokens,
-            length=length,
-            vocabulary=size,
-            positions=positions,
-            name=f"{text.name} ({what})",
-            copies=copies,
-        )
-
-    return DataSplits(
-        train=source(text.train, "training", copies),
-        validation=source(text.validation, "validation", 1),
-        sample_shape=(length,),
-        classes=size + 1,
-        preprocessing=Preprocessing(text=described(tokenizer, text.tokenizer, length, masked=True)),
-        held_out=True,
-    )
+def _splits(train: Source, held: Source, classes: int, inputs: TextInputs) -> DataSplits:
+    return DataSplits(train, held, (inputs.length,), classes, preprocessing=Preprocessing(text=inputs), held_out=True)
 
 
-class TokenSource:
-    """A source of windows of one sequence of tokens.
+class _Windows:
+    """A source of windows of one sequence of tokens, int32 [length], with targets of the same shape.
 
     Args:
         tokens: [n] integers.
-        length: tokens of a window.
+        length: tokens of a window, and from one window to the next.
+        needed: tokens that a window and its targets take; an incomplete last window is dropped.
         name: its name in messages.
 
     Raises:
@@ -310,15 +267,36 @@ class TokenSource:
     finite = True
     heavy = False
 
-    def __init__(self, tokens: np.ndarray, length: int, name: str) -> None:
+    def __init__(self, tokens: np.ndarray, length: int, needed: int, name: str) -> None:
         self.name = name
-        self.size = _windows_in(tokens, length, length + 1, name)
+        self.size = (len(tokens) - needed) // length + 1
+        if self.size < 1:
+            raise DataError(
+                f"{name} is too short: it has {len(tokens)} tokens, and a window needs {needed}. See --data-args "
+                "length, validation and path."
+            )
         self.spec = (tf.TensorSpec([length], tf.int32), tf.TensorSpec([length], tf.int32))
         self.tokens = tf.constant(tokens)
         self._length = length
+        self._needed = needed
+
+    def _windows(self, numbers: tf.Tensor) -> tf.Tensor:
+        """Return the windows `numbers` [n] as int32 [n, needed]."""
+        begins = tf.cast(numbers, tf.int64)[:, tf.newaxis] * self._length
+        return tf.cast(tf.gather(self.tokens, begins + tf.range(self._needed, dtype=tf.int64)), tf.int32)
+
+    def _hash(self, facts: str) -> bytes:
+        return hashlib.sha256(f"{facts}\0".encode() + self.tokens.numpy().tobytes()).digest()
+
+
+class TokenSource(_Windows):
+    """A source of windows of tokens, with the tokens that follow as targets; see `_Windows`."""
+
+    def __init__(self, tokens: np.ndarray, length: int, name: str) -> None:
+        super().__init__(tokens, length, length + 1, name)
 
     def gather(self, numbers: tf.Tensor) -> tuple[Any, ...]:
-        window = _gather_windows(self.tokens, numbers, self._length, self._length + 1)
+        window = self._windows(numbers)
         return window[:, :-1], window[:, 1:]
 
     def describe(self, number: int) -> str:
@@ -326,84 +304,48 @@ class TokenSource:
         return f"{self.name}, tokens {begin} to {begin + self._length}"
 
     def fingerprint(self) -> bytes:
-        return hashlib.sha256(f"next {self._length}\0".encode() + self.tokens.numpy().tobytes()).digest()
+        return self._hash(f"next {self._length}")
 
 
-class MaskedSource:
-    """A source of masked windows of one sequence of tokens; see `Source`.
+class MaskedSource(_Windows):
+    """A source of masked windows of tokens; see `_Windows`.
 
     Args:
         tokens: [n] integers below `vocabulary`.
-        length: tokens of a window; an incomplete last window is dropped.
+        length: tokens of a window.
         vocabulary: number of tokens; also the number of the mask token.
         positions: positions of each window to predict.
         name: its name in messages.
         copies: samples of each window, each with its own mask.
-
-    Raises:
-        DataError: too few tokens for one window.
     """
 
-    finite = True
-    heavy = False
-
     def __init__(
-        self, tokens: np.ndarray, length: int, vocabulary: int, positions: int, name: str, *, copies: int = 1
+        self, tokens: np.ndarray, length: int, *, vocabulary: int, positions: int, name: str, copies: int = 1
     ) -> None:
-        self.name = name
-        self.size = _windows_in(tokens, length, length, name) * copies
-        self.spec = (tf.TensorSpec([length], tf.int32), tf.TensorSpec([length], tf.int32))
-        self.tokens = tf.constant(tokens)
-        self._windows = self.size // copies
-        self._length = length
+        super().__init__(tokens, length, length, name)
+        self._count = self.size
+        self.size *= copies
         self._vocabulary = vocabulary
         self._positions = positions
 
     def gather(self, numbers: tf.Tensor) -> tuple[Any, ...]:
         numbers = tf.cast(numbers, tf.int64)
-        tokens = _gather_windows(self.tokens, numbers % self._windows, self._length, self._length)
-        draws = tf.map_fn(self._draws, numbers, fn_output_signature=tf.TensorSpec([3, self._length], tf.float32))
-        return self._masked(tokens, *tf.unstack(draws, axis=1))
+
+        def draws(number: tf.Tensor) -> tf.Tensor:
+            return tf.random.stateless_uniform([3, self._length], tf.stack([tf.constant(MASK_SEED, tf.int64), number]))
+
+        drawn = tf.map_fn(draws, numbers, fn_output_signature=tf.TensorSpec([3, self._length], tf.float32))
+        place, way, other = tf.unstack(drawn, axis=1)
+        tokens = self._windows(numbers % self._count)
+        picked = tf.argsort(tf.argsort(place, axis=1), axis=1) < self._positions
+        unmasked = tf.where(way < SHOWN_AS_MASK + SHOWN_AS_ANY, tf.cast(other * self._vocabulary, tf.int32), tokens)
+        shown = tf.where(way < SHOWN_AS_MASK, self._vocabulary, unmasked)
+        return tf.where(picked, shown, tokens), tf.where(picked, tokens, IGNORED)
 
     def describe(self, number: int) -> str:
-        copy, window = divmod(number, self._windows)
+        copy, window = divmod(number, self._count)
         begin = window * self._length
         return f"{self.name}, tokens {begin} to {begin + self._length - 1}, copy {copy}"
 
     def fingerprint(self) -> bytes:
-        facts = f"masked {self._length} {self._vocabulary} {self._positions} {self.size}\0".encode()
-        return hashlib.sha256(facts + self.tokens.numpy().tobytes()).digest()
-
-    def _draws(self, number: tf.Tensor) -> tf.Tensor:
-        """Return the random numbers [3, length] in [0, 1) of one sample."""
-        return tf.random.stateless_uniform([3, self._length], tf.stack([tf.constant(MASK_SEED, tf.int64), number]))
-
-    def _masked(self, tokens: tf.Tensor, place: tf.Tensor, way: tf.Tensor, other: tf.Tensor) -> tuple[tf.Tensor, ...]:
-        """Mask windows of tokens [n, length] using random numbers [n, length]; return inputs and targets."""
-        ranks = tf.argsort(tf.argsort(place, axis=1), axis=1)
-        picked = ranks < self._positions
-        drawn = tf.cast(other * self._vocabulary, tf.int32)
-        unmasked = tf.where(way < SHOWN_AS_MASK + SHOWN_AS_ANY, drawn, tokens)
-        shown = tf.where(way < SHOWN_AS_MASK, self._vocabulary, unmasked)
-        return tf.where(picked, shown, tokens), tf.where(picked, tokens, IGNORED)
-
-
-def _windows_in(tokens: np.ndarray, stride: int, needed: int, name: str) -> int:
-    """Return the number of windows of `needed` tokens, one every `stride`, in `tokens` [n].
-
-    Raises:
-        DataError: there are none.
-    """
-    count = (len(tokens) - needed) // stride + 1
-    if count < 1:
-        raise DataError(
-            f"{name} is too short: it has {len(tokens)} tokens, and a window needs {needed}. See --data-args length, "
-            "validation and path."
-        )
-    return count
-
-
-def _gather_windows(tokens: tf.Tensor, numbers: tf.Tensor, stride: int, needed: int) -> tf.Tensor:
-    """Return the windows `numbers` [n] of `tokens`, one every `stride`, as int32 [n, needed]."""
-    begins = tf.cast(numbers, tf.int64)[:, tf.newaxis] * stride
-    return tf.cast(tf.gather(tokens, begins + tf.range(needed, dtype=tf.int64)), tf.int32)
+        return self._hash(f"masked {self._length} {self._vocabulary} {self._positions} {self.size}")

@@ -132,11 +132,11 @@ def make_tokenizer(name: str, *, train: bytes, whole: bytes, vocabulary: int = 0
     return ByteTokenizer() if name == "bytes" else CharTokenizer(whole)
 
 
-def described(name: str, tokenizer: Tokenizer, length: int, *, masked: bool = False) -> TextInputs:
+def described(name: str, tokenizer: Tokenizer, length: int) -> TextInputs:
     """Return the description of windows of `length` tokens that the tokenizer `name` makes."""
     alphabet = tokenizer.alphabet if isinstance(tokenizer, CharTokenizer) else ""
     model = str(tokenizer.model) if isinstance(tokenizer, SentencePieceTokenizer) else ""
-    return TextInputs(tokenizer=name, length=length, masked=masked, alphabet=alphabet, model=model)
+    return TextInputs(tokenizer=name, length=length, alphabet=alphabet, model=model)
 
 
 def tokenizer_of(text: TextInputs) -> Tokenizer:
