@@ -1,4 +1,4 @@
-"""Check that data fit a model's inputs, outputs and loss, before a compiled step fails with a page of its own."""
+"""Check that targets fit a model's outputs and loss: a label out of range would be NaN on a GPU, and no error."""
 
 import functools
 from collections.abc import Iterable, Iterator
@@ -16,9 +16,9 @@ Kind = Literal["labels", "elements", "either", "unknown"]
 
 
 def check_shapes(model: keras.Model, splits: DataSplits, loss: Any = None) -> None:
-    """Refuse data that do not fit the inputs and outputs of `model`, as far as both are known.
+    """Refuse targets that do not fit the outputs of `model`, as far as both are known.
 
-    A model that its first batch will build has no known shapes yet: nothing is checked.
+    A model that its first batch will build has no known shapes yet: nothing is checked. Inputs are checked by Keras.
 
     Args:
         model: the model, its variables built or not.
@@ -35,54 +35,24 @@ def check_shapes(model: keras.Model, splits: DataSplits, loss: Any = None) -> No
 def check_source(model: keras.Model, source: Source, loss: Any = None) -> None:
     """Check the training or the validation samples alone; see `check_shapes`."""
     # Values are checked for samples in memory, shapes for all.
-    inputs, targets = getattr(source, "elements", batch_spec(source))[:2]
-    _check_inputs(_inputs(model), inputs, source.name)
-    specs = _outputs(model)
+    targets = getattr(source, "elements", batch_spec(source))[1]
+    try:
+        tensors = list(getattr(model, "outputs", None) or [])
+    except ValueError:  # a Sequential that has not seen a batch
+        return
+    names = getattr(model, "output_names", None) or [""] * len(tensors)
+    specs = {name: tuple(tensor.shape) for name, tensor in zip(names, tensors, strict=True)}
     for output, array in _paired(specs, targets):
         one, known = _loss_of(loss, list(specs), output)
         if known:
-            check_targets(array, specs[output], one, source=source.name, output=_label(specs, output))
-
-
-def _inputs(model: keras.Model) -> dict[str, Shape]:
-    """Return the input shapes of a Functional model by name; {} for others."""
-    return {tensor.name: tuple(tensor.shape) for tensor in _tensors(model, "inputs")}
-
-
-def _outputs(model: keras.Model) -> dict[str, Shape]:
-    """Return the output shapes of a Functional model by name; {} for others."""
-    tensors = _tensors(model, "outputs")
-    names = getattr(model, "output_names", None) or [""] * len(tensors)
-    return {name: tuple(tensor.shape) for name, tensor in zip(names, tensors, strict=True)}
-
-
-def _tensors(model: keras.Model, side: str) -> list[Any]:
-    try:
-        return list(getattr(model, side, None) or [])
-    except ValueError:  # a Sequential that has not seen a batch
-        return []
-
-
-def _check_inputs(specs: dict[str, Shape], arrays: Any, source: str) -> None:
-    flat = tf.nest.flatten(arrays)
-    pairs = list(_paired(specs, arrays))
-    if specs and not len(pairs) == len(flat) == len(specs):
-        has = _listed(arrays) if isinstance(arrays, dict) else f"{len(flat)} without names"
-        raise DataError(f"The model has the inputs {_listed(specs)}; {source} has {has}. See --model and --data.")
-    for name, array in pairs:
-        if not _accepts(specs[name], array.shape):
-            raise DataError(
-                f"The model takes inputs{_label(specs, name)} of shape {specs[name]}; the inputs of {source} are "
-                f"{(None, *array.shape[1:])}. See --model and --data."
-            )
+            label = f" {output!r}" if len(specs) > 1 else ""
+            check_targets(array, specs[output], one, source=source.name, output=label)
 
 
 def _paired(specs: dict[str, Shape], arrays: Any) -> Iterator[tuple[str, tf.Tensor]]:
-    """Pair the model's tensors with arrays: by name if the data have names, else in order."""
+    """Pair the model's outputs with arrays: by name if the data have names, else in order."""
     flat = tf.nest.flatten(arrays)
-    if len(specs) == len(flat) == 1:
-        yield next(iter(specs)), flat[0]
-    elif isinstance(arrays, dict):
+    if isinstance(arrays, dict) and not len(specs) == len(flat) == 1:
         yield from ((name, array) for name, array in arrays.items() if name in specs)
     elif len(specs) == len(flat):
         yield from zip(specs, flat, strict=True)
@@ -96,29 +66,6 @@ def _loss_of(loss: Any, outputs: list[str], output: str) -> tuple[Any, bool]:
         one = loss[outputs.index(output)] if len(loss) == len(outputs) else None
         return one, one is not None
     return loss, True
-
-
-def _accepts(expected: Shape, shape: Iterable[int]) -> bool:
-    """Return whether Keras accepts an array of `shape` for an input: it adds or removes a last dim of 1."""
-    actual = tuple(shape)
-    return (
-        _matches(expected, actual)
-        or (expected[-1] == 1 and _matches(expected[:-1], actual))
-        or (actual[-1] == 1 and _matches(expected, actual[:-1]))
-    )
-
-
-def _matches(expected: Shape, actual: tuple[int, ...]) -> bool:
-    """Compare shapes without the first dim, which counts samples; None matches any size."""
-    return len(expected) == len(actual) and all(a in (None, b) for a, b in zip(expected[1:], actual[1:], strict=True))
-
-
-def _label(specs: dict[str, Shape], name: str) -> str:
-    return f" {name!r}" if len(specs) > 1 else ""
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(map(repr, names))
 
 
 def check_targets(

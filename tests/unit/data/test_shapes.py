@@ -102,15 +102,6 @@ def test_several_inputs_and_outputs_by_name_or_in_order():
 @pytest.mark.parametrize(
     ("x", "y", "loss", "cause"),
     [
-        (
-            images(28, 28, 1),
-            LABELS,
-            SPARSE,
-            "The model takes inputs of shape (None, 8, 8, 1); the inputs of train are ",
-        ),
-        (images(28, 28, 1), LABELS, SPARSE, "(None, 28, 28, 1). See --model and --data."),
-        (images(8, 8, 3), LABELS, None, "the inputs of train are (None, 8, 8, 3)"),
-        (images(64), LABELS, None, "the inputs of train are (None, 64)"),
         (images(8, 8, 1), LABELS + 10, SPARSE, "The labels of train reach 12, the model has 3 outputs"),
         (images(8, 8, 1), LABELS + 1, "sparse_categorical_crossentropy", "reach 3, the model has 3 outputs"),
         (images(8, 8, 1), LABELS + 1, None, "labels count from 0, so it needs 4. See --model-args and --data."),
@@ -130,8 +121,6 @@ def test_several_inputs_and_outputs_by_name_or_in_order():
             functools.partial(losses.sparse_categorical_crossentropy, from_logits=True),
             "reach 3",
         ),
-        ({"a": images(2)}, LABELS, None, "the inputs of train are (None, 2)"),
-        ((images(2), images(2)), LABELS, None, "The model has the inputs 'images'; train has 2 without names."),
     ],
 )
 def test_both_sides_are_named(x, y, loss, cause):
@@ -153,23 +142,9 @@ def test_a_sequence_needs_a_target_for_each_place():
         check_shapes(lm, data, SPARSE)
 
 
-@pytest.mark.parametrize(
-    ("x", "y", "cause"),
-    [
-        ({"a": images(2), "c": images(3)}, {}, "The model has the inputs 'a', 'b'; train has 'a', 'c'."),
-        (
-            {"a": images(2), "b": images(4)},
-            {},
-            "The model takes inputs 'b' of shape (None, 3); the inputs of train are",
-        ),
-        ((images(2),), {}, "The model has the inputs 'a', 'b'; train has 1 without names."),
-        (None, {"p": LABELS + 1, "q": images(1)}, "reach 3, the model has 2 outputs 'p'"),
-    ],
-)
-def test_one_of_several_is_named(x, y, cause):
-    x = x or {"a": images(2), "b": images(3)}
-    y = y or {"p": LABELS % 2, "q": images(1)}
-    with pytest.raises(DataError, match=re.escape(cause)):
+def test_one_of_several_is_named():
+    x, y = {"a": images(2), "b": images(3)}, {"p": LABELS + 1, "q": images(1)}
+    with pytest.raises(DataError, match="reach 3, the model has 2 outputs 'p'"):
         check_shapes(several(), splits(x, y), {"p": SPARSE, "q": "mse"})
 
 
