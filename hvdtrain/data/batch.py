@@ -1,5 +1,6 @@
 """A replica's slice of one global batch, and the arithmetic of slicing."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -29,6 +30,10 @@ class Batch(NamedTuple):
     nominal: bool | None = None
     """True if `global_samples` counts a full batch on every replica, which some may not have: the step then divides by
     the weights that were added up."""
+
+
+Change = Callable[..., tuple[Any, ...]]
+"""Maps `(inputs, targets[, sample_weight])` of any samples, row by row."""
 
 
 def split_bounds(total: Any, index: int, size: int) -> tuple[Any, Any]:

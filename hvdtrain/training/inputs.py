@@ -10,9 +10,9 @@ import tensorflow as tf
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import ConfigError, DataError, NoSamplesError
 from hvdtrain.data.arrays import ArraySource
-from hvdtrain.data.batch import Batch, per_replica
+from hvdtrain.data.batch import Batch, Change, per_replica
 from hvdtrain.data.pipeline import SourceEvaluation, SourceTraining, TrainingData
-from hvdtrain.data.streams.dataset_batches import Change, DatasetTraining, evaluation_of_dataset, warn_of_python
+from hvdtrain.data.streams.dataset_batches import DatasetTraining, evaluation_of_dataset, warn_of_python
 from hvdtrain.data.streams.given import AsMany, Given, check_given, content_of
 from hvdtrain.data.streams.python_batches import (
     FirstPass,
@@ -20,7 +20,6 @@ from hvdtrain.data.streams.python_batches import (
     PyDatasetTraining,
     StreamEvaluation,
     is_stream,
-    mapped,
     opened,
 )
 from hvdtrain.data.streams.sharded_dataset import ShardedDataset, first_and_shards, length_of
@@ -50,10 +49,11 @@ def training_data(
         ConfigError: a missing batch, or one that is not divisible by the replicas.
         DataError: no samples, or ranks with different samples or orders.
     """
-    if isinstance(data, tf.data.Dataset | WeightedDataset):
-        return _dataset(data, backend=backend, batch=batch, steps_per_epoch=steps_per_epoch)
+    data, change = data if isinstance(data, WeightedBatches) else (data, None)
+    if isinstance(data, tf.data.Dataset):
+        return _dataset(data, change, backend, batch=batch, steps_per_epoch=steps_per_epoch)
     if is_stream(data):
-        return _stream(data, backend=backend, batch=batch, seed=seed, shuffle=shuffle, steps_per_epoch=steps_per_epoch)
+        return _stream(data, change, backend, batch=batch, seed=seed, shuffle=shuffle, steps_per_epoch=steps_per_epoch)
     if batch is None:
         raise ConfigError("Arrays need a batch: pass fit(…, batch=N), the samples per step over all ranks.")
     if steps_per_epoch is not None:
@@ -72,12 +72,13 @@ def _given_arrays(source: ArraySource, batch: int) -> Given:
 
 
 def _dataset(
-    data: "tf.data.Dataset | WeightedDataset",
+    data: tf.data.Dataset,
+    change: Change | None,
     backend: Backend,
+    *,
     batch: int | None,
     steps_per_epoch: int | None,
 ) -> DatasetTraining:
-    data, change = data if isinstance(data, WeightedDataset) else (data, None)
     if backend.primary:
         warn_of_python(data)
     dataset = data if batch is None else data.batch(batch)
@@ -110,7 +111,14 @@ def _dataset(
 
 
 def _stream(
-    data: Any, backend: Backend, batch: int | None, seed: int, shuffle: bool, steps_per_epoch: int | None
+    data: Any,
+    change: Change | None,
+    backend: Backend,
+    *,
+    batch: int | None,
+    seed: int,
+    shuffle: bool,
+    steps_per_epoch: int | None,
 ) -> TrainingData:
     if batch is not None:
         raise ConfigError(f"The data come in batches already: leave out batch. Received: batch={batch}.")
@@ -118,14 +126,19 @@ def _stream(
     size = _samples(first)
     uneven = backend.capabilities.uneven
     per_replica(size, backend.data_parallel.size, uneven=uneven)
-    place = {"batch": size, "index": backend.process, "size": backend.processes}
+    options: dict[str, Any] = {
+        "batch": size,
+        "index": backend.process,
+        "size": backend.processes,
+        "steps_per_epoch": steps_per_epoch,
+        "change": change,
+        "uneven": uneven,
+    }
     training: TrainingData
     if isinstance(data, keras.utils.PyDataset):
-        training = PyDatasetTraining(
-            data, seed=seed, shuffle=shuffle, steps_per_epoch=steps_per_epoch, uneven=uneven, **place
-        )
+        training = PyDatasetTraining(data, seed=seed, shuffle=shuffle, **options)
     else:
-        training = GeneratorTraining(data, steps_per_epoch=steps_per_epoch, opened=batches, uneven=uneven, **place)
+        training = GeneratorTraining(data, opened=batches, **options)
     _check_same_batches(
         _kind(data), first=first, data=training, backend=backend, cure="Draw from generators with a seed"
     )
@@ -162,10 +175,10 @@ def _samples(batch: Any) -> int:
     return len(tf.nest.flatten(batch)[0])
 
 
-class WeightedDataset(NamedTuple):
-    """A Dataset with a function that weights each rank's samples only."""
+class WeightedBatches(NamedTuple):
+    """Batches with a function that weights each rank's samples only."""
 
-    dataset: tf.data.Dataset
+    data: Any
     change: Change
 
 
@@ -182,10 +195,8 @@ def with_class_weights(data: Any, class_weight: Mapping[int, float] | None) -> A
     table = np.ones(1 + max(int(label) for label in class_weight), np.float32)
     for label, weight in class_weight.items():
         table[int(label)] = weight
-    if is_stream(data):
-        return mapped(data, lambda *elements: _weighted(elements, table))
-    if isinstance(data, tf.data.Dataset):
-        return WeightedDataset(data, lambda *elements: _weighted(elements, table))
+    if isinstance(data, tf.data.Dataset) or is_stream(data):
+        return WeightedBatches(data, lambda *elements: _weighted(elements, table))
     elements = (data if isinstance(data, ArraySource) else ArraySource(data)).elements
     return tf.nest.map_structure(np.asarray, _weighted(elements, table))
 

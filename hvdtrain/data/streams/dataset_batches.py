@@ -1,20 +1,17 @@
 """Training and evaluation on a user's tf.data.Dataset of global batches."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import tensorflow as tf
 
 from hvdtrain.compat.tensorflow import inputs_of, ops_of_functions
 from hvdtrain.config.errors import ConfigError, NoSamplesError, opt
-from hvdtrain.data.batch import Batch, as_batch, per_replica
+from hvdtrain.data.batch import Batch, Change, as_batch, per_replica
 from hvdtrain.data.pipeline import PREFETCH, no_autograph, sliced
 from hvdtrain.data.streams.python_batches import FirstPass
-from hvdtrain.data.streams.sharded_dataset import ShardedDataset
+from hvdtrain.data.streams.sharded_dataset import ShardedDataset, length_of
 from hvdtrain.runtime.logs import warn_on_first
 
-Change = Callable[..., tuple[Any, ...]]
-"""Maps `(inputs, targets[, sample_weight])` of any samples, row by row."""
 PYTHON_OPS = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc"})
 GENERATOR_OP = "GeneratorDataset"
 
@@ -55,10 +52,9 @@ class DatasetTraining:
     ) -> None:
         per_replica(batch, size, uneven=uneven)
         self.batch = batch
-        self._index = index
         self._size = size
         self._one_shape = all(spec.shape[1:].is_fully_defined() for spec in tf.nest.flatten(dataset.element_spec))
-        slices = self._cut(dataset) if shards is None else shards.slices(index, size)
+        slices = sliced(dataset, index, size) if shards is None else shards.slices(index, size)
         self._slices = slices if change is None else slices.map(no_autograph(lambda batch: _changed(change, batch)))
         self.first_pass: FirstPass | None = None
         """The pass that counted the batches, where one had to."""
@@ -81,11 +77,10 @@ class DatasetTraining:
             return next(self.batches(0))
         return self._with_static_values(next(iter(self._slices)))
 
-    def _cut(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        return sliced(dataset, self._index, self._size)
-
     def _count(self, dataset: tf.data.Dataset, shards: ShardedDataset | None) -> int:
-        count = known_length(dataset)
+        if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
+            raise ConfigError(f"The dataset never ends: pass {opt('steps_per_epoch', 'N')}.")
+        count = length_of(dataset)
         if count is None and shards is not None:
             count = shards.count()
         if count is None:
@@ -114,27 +109,14 @@ def _repeated(slices: tf.data.Dataset) -> tf.data.Dataset:
     return slices.prefetch(PREFETCH).repeat().with_options(options)
 
 
-def known_length(dataset: tf.data.Dataset) -> int | None:
-    """Return the number of elements of `dataset` if it is known without reading it.
-
-    Raises:
-        ConfigError: it never ends.
-    """
-    count = int(dataset.cardinality())
-    if count == tf.data.INFINITE_CARDINALITY:
-        raise ConfigError(f"The dataset never ends: pass {opt('steps_per_epoch', 'N')}.")
-    return None if count == tf.data.UNKNOWN_CARDINALITY else count
-
-
 def evaluation_of_dataset(
     dataset: tf.data.Dataset, *, index: int, size: int, shards: ShardedDataset | None = None
 ) -> tf.data.Dataset:
     """Return this replica's slice of every batch of a user's finite dataset; see `DatasetTraining`."""
     if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
         raise ConfigError(f"The validation dataset never ends: use take(), or pass {opt('validation_steps', 'N')}.")
-    if shards is not None:
-        return shards.slices(index, size).prefetch(PREFETCH)
-    return sliced(dataset, index, size).prefetch(PREFETCH)
+    slices = sliced(dataset, index, size) if shards is None else shards.slices(index, size)
+    return slices.prefetch(PREFETCH)
 
 
 def _changed(change: Change, batch: Batch) -> Batch:
@@ -160,17 +142,10 @@ def warn_of_python(dataset: tf.data.Dataset) -> None:
 
 def python_in(dataset: tf.data.Dataset) -> list[str]:
     """Return the kinds of Python calls in `dataset`: `from_generator`, `py_function or numpy_function`."""
-    kinds = set()
-    for ops in _ops_of_functions(dataset):
+    kinds = {kind for inner in inputs_of(dataset) for kind in python_in(inner)}
+    for ops in ops_of_functions(dataset):
         if GENERATOR_OP in ops:
             kinds.add("from_generator")  # it is made of Python functions itself
         elif ops & PYTHON_OPS:
             kinds.add("py_function or numpy_function")
     return sorted(kinds)
-
-
-def _ops_of_functions(dataset: tf.data.Dataset) -> Iterator[set[str]]:
-    """Yield the op types of each function of `dataset` and of the datasets it is built from."""
-    yield from ops_of_functions(dataset)
-    for inner in inputs_of(dataset):
-        yield from _ops_of_functions(inner)

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError, DataError, NoSamplesError, opt
-from hvdtrain.data.batch import Batch, as_batch, per_replica, slice_bounds
+from hvdtrain.data.batch import Batch, Change, as_batch, per_replica, slice_bounds
 from hvdtrain.data.order import Order
 from hvdtrain.runtime.logs import warn_on_first
 
@@ -54,32 +55,31 @@ def standard(element: Any, name: str) -> Any:
     return arrays
 
 
+@dataclass(frozen=True)
 class Cut:
     """Takes a replica's slice of global batches.
 
     Values that hold for all full batches are Python values, so that one step is compiled for them; batches of other
     lengths share a step for any length.
-
-    Args:
-        batch: samples of a full global batch.
-        index: this replica's index among `size`.
-        size: number of replicas.
-        name: the name of the data in messages.
     """
 
-    def __init__(self, batch: int, index: int, size: int, name: str) -> None:
-        self._batch = batch
-        self._index = index
-        self._size = size
-        self._name = name
+    batch: int
+    """Samples of a full global batch."""
+    index: int
+    size: int
+    name: str
+    """The name of the data in messages."""
+    change: Change | None = None
+    """Applied to the slice."""
 
     def __call__(self, elements: Any) -> Batch:
         """Return this replica's slice of one global batch."""
-        arrays = standard(elements, self._name)
+        arrays = standard(elements, self.name)
         total = len(tf.nest.flatten(arrays)[0])
-        first, last, has_samples = slice_bounds(total, self._index, self._size)
+        first, last, has_samples = slice_bounds(total, self.index, self.size)
         part = tf.nest.map_structure(lambda array: tf.convert_to_tensor(array[first:last]), arrays)
-        if total == self._batch:
+        part = part if self.change is None else self.change(*part)
+        if total == self.batch:
             return as_batch(part, has_samples, total)
         return as_batch(part, tf.constant(has_samples), tf.constant(total))
 
@@ -112,21 +112,11 @@ def opened(data: Any) -> tuple[Elements, Iterator[Any]]:
     Raises:
         DataError: the stream is empty, or does not yield batches.
     """
-    batches = iter(each_once(data)) if not _is_endless(data) else (_item(data, n) for n in itertools.count())
+    endless = isinstance(data, keras.utils.PyDataset) and data.num_batches is None
+    batches = (_item(data, n) for n in itertools.count()) if endless else iter(each_once(data))
     for elements in batches:
         return standard(elements, _name(data)), itertools.chain([elements], batches)
     raise NoSamplesError(f"{_name(data)} {'holds' if isinstance(data, keras.utils.PyDataset) else 'gives'} no batches.")
-
-
-def _is_endless(data: Any) -> bool:
-    return isinstance(data, keras.utils.PyDataset) and data.num_batches is None
-
-
-def mapped(data: Any, change: Callable[..., Elements]) -> Any:
-    """Return a stream like `data` with `change(inputs, targets[, sample_weight])` applied to every batch."""
-    if isinstance(data, keras.utils.PyDataset):
-        return _Mapped(data, change)
-    return lambda: (change(*standard(elements, _name(data))) for elements in _call(data))
 
 
 def each_once(data: Any) -> Iterator[Any]:
@@ -151,6 +141,8 @@ class PyDatasetTraining:
         seed: seed of the order, combined with the epoch.
         shuffle: visit the batches in a new order every epoch; not for an infinite data set.
         steps_per_epoch: required if `num_batches` is None.
+        change: applied to this replica's samples.
+        uneven: whether a batch need not divide among the replicas.
 
     Raises:
         ConfigError: the batch does not divide among the replicas; steps_per_epoch is missing, or superfluous.
@@ -168,6 +160,7 @@ class PyDatasetTraining:
         seed: int,
         shuffle: bool,
         steps_per_epoch: int | None = None,
+        change: Change | None = None,
         uneven: bool = False,
     ) -> None:
         per_replica(batch, size, uneven=uneven)
@@ -180,11 +173,15 @@ class PyDatasetTraining:
         self.steps_per_epoch = int(count or steps_per_epoch or 0)
         self._dataset = dataset
         self._endless = count is None
-        self._cut = Cut(batch, index, size, _name(dataset))
+        self._cut = Cut(batch, index, size, _name(dataset), change)
         self._seed = seed
         self._shuffle = shuffle
-        if index == 0:
-            _warn_of_processes(dataset)
+        if index == 0 and dataset.use_multiprocessing:
+            warn_on_first(
+                f"{_name(dataset)} asks for use_multiprocessing: its batches are read by {max(1, dataset.workers)} "
+                "threads instead, as a process that runs an exchange must not be forked.",
+                stacklevel=2,
+            )
 
     def batches(self, start_step: int) -> Iterator[Batch]:
         epoch, within = divmod(start_step, self.steps_per_epoch)
@@ -227,6 +224,7 @@ class GeneratorTraining:
         size: number of replicas.
         steps_per_epoch: required for infinite generators; else counted by reading all batches once.
         opened: the batches of a first call; None: it has not been called.
+        change: applied to this replica's samples.
         uneven: whether a batch need not divide among the replicas.
 
     Raises:
@@ -245,12 +243,13 @@ class GeneratorTraining:
         size: int,
         steps_per_epoch: int | None = None,
         opened: Iterator[Any] | None = None,
+        change: Change | None = None,
         uneven: bool = False,
     ) -> None:
         per_replica(batch, size, uneven=uneven)
         self.batch = batch
         self._function = function
-        self._cut = Cut(batch, index, size, _name(function))
+        self._cut = Cut(batch, index, size, _name(function), change)
         elements = _call(function) if opened is None else opened
         if steps_per_epoch is not None:
             # Of a pass that is not counted, the first batch alone is kept: the model is built on it.
@@ -309,37 +308,12 @@ class StreamEvaluation:
         return (self._cut(elements) for elements in _call(self._data))
 
 
-class _Mapped(keras.utils.PyDataset):
-    """A PyDataset with a function applied to its batches."""
-
-    def __init__(self, dataset: keras.utils.PyDataset, change: Callable[..., Elements]) -> None:
-        super().__init__(dataset.workers, dataset.use_multiprocessing, dataset.max_queue_size)
-        self._dataset = dataset
-        self._change = change
-
-    @property
-    def num_batches(self) -> int | None:
-        return self._dataset.num_batches
-
-    def __getitem__(self, index: int) -> Elements:
-        return self._change(*standard(_item(self._dataset, index), _name(self._dataset)))
-
-    def on_epoch_begin(self) -> None:
-        self._dataset.on_epoch_begin()
-
-    def on_epoch_end(self) -> None:
-        self._dataset.on_epoch_end()
-
-
 def _read_numbers(dataset: keras.utils.PyDataset, numbers: np.ndarray, cut: Cut) -> Iterator[Batch]:
     workers = max(1, dataset.workers)
     limit = dataset.max_queue_size if workers > 1 else PREFETCH
     # Prefetch this replica's slice, not the whole batch.
-    return ahead((partial(_read, dataset, int(n), cut) for n in numbers), workers=workers, limit=limit)
-
-
-def _read(dataset: keras.utils.PyDataset, number: int, cut: Cut) -> Batch:
-    return cut(_item(dataset, number))
+    tasks = (partial(lambda number: cut(_item(dataset, number)), int(number)) for number in numbers)
+    return ahead(tasks, workers=workers, limit=limit)
 
 
 def _item(dataset: keras.utils.PyDataset, number: int) -> Any:
@@ -361,15 +335,6 @@ def _name(data: Any) -> str:
     return type(data).__name__ if isinstance(data, keras.utils.PyDataset) else getattr(data, "__name__", repr(data))
 
 
-def _warn_of_processes(dataset: keras.utils.PyDataset) -> None:
-    if dataset.use_multiprocessing:
-        warn_on_first(
-            f"{_name(dataset)} asks for use_multiprocessing: its batches are read by {max(1, dataset.workers)} threads "
-            "instead, as a process that runs an exchange must not be forked.",
-            stacklevel=2,
-        )
-
-
 def as_function(data: Any, steps_per_epoch: int | None) -> Any:
     """Wrap a generator object as a function that continues it; return other data unchanged.
 
@@ -385,10 +350,6 @@ def as_function(data: Any, steps_per_epoch: int | None) -> Any:
             f"A generator can be read only once: pass steps_per_epoch=N, or the function that makes it, "
             f"fit({data.__name__}) and not fit({data.__name__}())."
         )
-    return _continuing(data)
-
-
-def _continuing(generator: Iterator[Any]) -> Callable[[], Iterator[Any]]:
     first: list[Any] = []
     ended = False
 
@@ -397,13 +358,13 @@ def _continuing(generator: Iterator[Any]) -> Callable[[], Iterator[Any]]:
         if ended:
             raise DataError(f"{batches.__name__} ended before the training did: it has too few batches.")
         yield from first
-        for batch in generator:
+        for batch in data:
             if not first:
                 first.append(batch)
             yield batch
         ended = True
 
-    batches.__name__ = getattr(generator, "__name__", "the generator")
+    batches.__name__ = data.__name__
     return batches
 
 
@@ -451,13 +412,12 @@ class FirstPass:
 
 def _bytes(batch: Batch) -> int:
     tensors = [part for part in tf.nest.flatten(tuple(batch)) if tf.is_tensor(part)]
-    return sum(_bytes_of(tensor) for tensor in tensors)
-
-
-def _bytes_of(tensor: tf.Tensor) -> int:
-    if tensor.dtype == tf.string:
-        return int(tf.reduce_sum(tf.strings.length(tensor)))
-    return int(tf.size(tensor)) * int(tensor.dtype.size)
+    return sum(
+        int(tf.reduce_sum(tf.strings.length(tensor)))
+        if tensor.dtype == tf.string
+        else tensor.shape.num_elements() * tensor.dtype.size
+        for tensor in tensors
+    )
 
 
 def ahead(tasks: Iterable[Callable[[], T]], *, workers: int = 1, limit: int = 4) -> Iterator[T]:

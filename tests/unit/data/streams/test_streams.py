@@ -15,7 +15,7 @@ from hvdtrain.backends.single import SingleBackend
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.streams import python_batches
 from hvdtrain.data.streams.dataset_batches import python_in
-from hvdtrain.data.streams.python_batches import GeneratorTraining, PyDatasetTraining, StreamEvaluation, ahead, mapped
+from hvdtrain.data.streams.python_batches import GeneratorTraining, PyDatasetTraining, StreamEvaluation, ahead
 from hvdtrain.training.inputs import training_data, validation_batches, with_class_weights
 from hvdtrain.training.trainer import Trainer
 from tests.builders import samples
@@ -397,9 +397,16 @@ def test_streams_are_batched_already(data):
         given(data, batch=8)
 
 
-@pytest.mark.parametrize("data", [Batches(), generator])
-def test_ranks_that_read_other_batches_are_named(data):
-    both = data, mapped(data, lambda x, y: (x[::-1], y))
+class Reversed(Batches):
+    """The same batches, with their inputs in another order."""
+
+    def __getitem__(self, index):
+        x, *rest = super().__getitem__(index)
+        return x[::-1], *rest
+
+
+@pytest.mark.parametrize("both", [(Batches(), Reversed()), (generator, lambda: ((x[::-1], y) for x, y in generator()))])
+def test_ranks_that_read_other_batches_are_named(both):
     for outcome in on_ranks(2, lambda backend: given(both[backend.index], backend=backend)):
         said = str(outcome)
         assert said.startswith("Rank 1 reads the training data in another order than rank 0")
