@@ -172,7 +172,7 @@ class BadStepConfig:
 
 
 DESYNC_EVERY = 100
-"""Default interval in steps. One check reads the state once (0.03 s per 200 MB) and exchanges 8 bytes."""
+"""Default interval in steps. One check reads the state once (0.05 s per 200 MB) and exchanges 8 bytes."""
 
 
 @section

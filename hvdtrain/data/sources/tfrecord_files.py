@@ -22,7 +22,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-import google_crc32c
 import numpy as np
 import tensorflow as tf
 from google.protobuf.message import DecodeError
@@ -40,6 +39,7 @@ from hvdtrain.data.files import (
     writing_into,
 )
 from hvdtrain.data.sources.class_folders import is_image
+from hvdtrain.data.sources.extras import optional_package
 
 INDEXED_AT_ONCE = 8
 """Files indexed at a time: on a network file system that is waiting, not work."""
@@ -69,10 +69,12 @@ class Records(Blobs):
         files: the files, compressed or not.
 
     Raises:
+        ConfigError: a missing package.
         DataError: a damaged file, or no records at all.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
+        optional_package("google_crc32c", "tfrecord", "--data tfrecord")
         with ThreadPoolExecutor(INDEXED_AT_ONCE) as pool:
             plain, indexes = zip(*pool.map(_indexed, files), strict=True)
         counts = [len(index.offsets) for index in indexes]
@@ -194,6 +196,8 @@ def _walk(path: Path, name: str) -> Iterator[tuple[int, int, int]]:
 
 def masked_checksum(data: bytes) -> int:
     """Return the CRC-32C of `data`, masked as TFRecord does, since data may themselves hold checksums."""
+    import google_crc32c
+
     crc = google_crc32c.value(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
