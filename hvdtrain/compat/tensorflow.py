@@ -258,20 +258,9 @@ def batch_of(dataset: Any) -> tuple[int, bool]:
     return int(dataset._batch_size), bool(dataset._drop_remainder)
 
 
-def ops_of_functions(dataset: Any) -> Iterator[set[str]]:
-    """Yield the op types, also nested, of each function of a dataset. Assumes `Dataset._functions()`."""
-    # Not the graph of the whole dataset, which would copy every array in it; the functions are small.
-    for wrapped in dataset._functions():
-        yield _ops_in(wrapped)
-
-
 def ops_of_map(dataset: Any) -> set[str]:
     """Return the op types, nested calls included, of a map's function. Assumes `_map_func`."""
-    return _ops_in(dataset._map_func)
-
-
-def _ops_in(wrapped: Any) -> set[str]:
-    graph = wrapped.function.graph.as_graph_def()
+    graph = dataset._map_func.function.graph.as_graph_def()
     return {node.op for part in (graph.node, *(inner.node_def for inner in graph.library.function)) for node in part}
 
 

@@ -12,7 +12,7 @@ from hvdtrain.config.errors import ConfigError, DataError, NoSamplesError
 from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.batch import Batch, Change, per_replica
 from hvdtrain.data.pipeline import SourceEvaluation, SourceTraining, TrainingData
-from hvdtrain.data.streams.dataset_batches import DatasetTraining, evaluation_of_dataset, warn_of_python
+from hvdtrain.data.streams.dataset_batches import DatasetTraining, evaluation_of_dataset
 from hvdtrain.data.streams.given import AsMany, Given, check_given, content_of
 from hvdtrain.data.streams.python_batches import (
     FirstPass,
@@ -79,8 +79,6 @@ def _dataset(
     batch: int | None,
     steps_per_epoch: int | None,
 ) -> DatasetTraining:
-    if backend.primary:
-        warn_of_python(data)
     dataset = data if batch is None else data.batch(batch)
     found, shards = first_and_shards(dataset, backend.process, backend.processes, owner=data)
     first = _checked(found)

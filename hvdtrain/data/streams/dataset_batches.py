@@ -4,16 +4,11 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-from hvdtrain.compat.tensorflow import inputs_of, ops_of_functions
 from hvdtrain.config.errors import ConfigError, NoSamplesError, opt
 from hvdtrain.data.batch import Batch, Change, as_batch, per_replica
 from hvdtrain.data.pipeline import PREFETCH, no_autograph, sliced
 from hvdtrain.data.streams.python_batches import FirstPass
 from hvdtrain.data.streams.sharded_dataset import ShardedDataset, length_of
-from hvdtrain.runtime.logs import warn_on_first
-
-PYTHON_OPS = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc"})
-GENERATOR_OP = "GeneratorDataset"
 
 
 class DatasetTraining:
@@ -122,30 +117,3 @@ def evaluation_of_dataset(
 def _changed(change: Change, batch: Batch) -> Batch:
     fields = [each for each in (batch.inputs, batch.targets, batch.sample_weight) if each is not None]
     return as_batch(change(*fields), batch.has_samples, batch.global_samples)
-
-
-def warn_of_python(dataset: tf.data.Dataset) -> None:
-    """Warn if `dataset` calls Python for its elements: py_function, numpy_function or from_generator."""
-    kinds = python_in(dataset)
-    if kinds:
-        fix = (
-            "Pass a keras.utils.PyDataset with workers=…, or keep the data in files (python -m hvdtrain data pack)."
-            if "from_generator" in kinds
-            else "Use TensorFlow's own operations in map(), or a keras.utils.PyDataset with workers=…."
-        )
-        warn_on_first(
-            f"The dataset runs Python code for its elements ({' and '.join(kinds)}): Python's lock lets one call run "
-            f"at a time, whatever num_parallel_calls says, and training may wait for it. {fix}",
-            stacklevel=2,
-        )
-
-
-def python_in(dataset: tf.data.Dataset) -> list[str]:
-    """Return the kinds of Python calls in `dataset`: `from_generator`, `py_function or numpy_function`."""
-    kinds = {kind for inner in inputs_of(dataset) for kind in python_in(inner)}
-    for ops in ops_of_functions(dataset):
-        if GENERATOR_OP in ops:
-            kinds.add("from_generator")  # it is made of Python functions itself
-        elif ops & PYTHON_OPS:
-            kinds.add("py_function or numpy_function")
-    return sorted(kinds)

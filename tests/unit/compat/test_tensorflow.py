@@ -265,12 +265,6 @@ def knows_its_batches():
     assert compat.batch_of(numbers().batch(3)) == (3, False)
 
 
-@CONTRACTS.of(compat.ops_of_functions)
-def lists_ops_of_functions():
-    assert any("Square" in ops for ops in compat.ops_of_functions(numbers().map(tf.square)))
-    assert list(compat.ops_of_functions(numbers())) == []
-
-
 @CONTRACTS.of(compat.ops_of_map)
 def lists_ops_of_a_map():
     called = tf.function(lambda x: tf.numpy_function(lambda y: y, [x], tf.int64), autograph=False)

@@ -9,12 +9,10 @@ from itertools import islice
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 
 from hvdtrain.backends.single import SingleBackend
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.streams import python_batches
-from hvdtrain.data.streams.dataset_batches import python_in
 from hvdtrain.data.streams.python_batches import GeneratorTraining, PyDatasetTraining, StreamEvaluation, ahead
 from hvdtrain.training.inputs import training_data, validation_batches, with_class_weights
 from hvdtrain.training.trainer import Trainer
@@ -469,61 +467,3 @@ def test_training_on_a_stream_is_training_on_its_arrays(data):
     np.testing.assert_allclose(bias, bias_of_arrays, rtol=0, atol=1e-6)
     assert loss == pytest.approx(loss_of_arrays, rel=1e-6)
     assert accuracy == accuracy_of_arrays
-
-
-# -- Python code in a tf.data.Dataset --
-
-
-def slices():
-    return tf.data.Dataset.from_tensor_slices((X, Y))
-
-
-def by_py_function(x, y):
-    return tf.ensure_shape(tf.py_function(lambda t: t * 2, [x], tf.float32), x.shape), y
-
-
-def by_numpy_function(x, y):
-    return tf.ensure_shape(tf.numpy_function(lambda t: t * 2, [x], tf.float32), x.shape), y
-
-
-def from_generator():
-    signature = (tf.TensorSpec([5], tf.float32), tf.TensorSpec([], tf.int64))
-    return tf.data.Dataset.from_generator(lambda: zip(X, Y, strict=True), output_signature=signature)
-
-
-IN_A_MAP = ["py_function or numpy_function"]
-
-
-@pytest.mark.parametrize(
-    ("dataset", "kinds"),
-    [
-        (slices, []),
-        (lambda: slices().map(lambda x, y: (x * 2, y)).shuffle(9, seed=0).batch(4).prefetch(1), []),
-        (lambda: slices().map(by_py_function).batch(4).prefetch(1), IN_A_MAP),
-        (lambda: slices().batch(4).map(by_numpy_function, num_parallel_calls=2).repeat(), IN_A_MAP),
-        (lambda: slices().map(tf.function(by_numpy_function)), IN_A_MAP),
-        (lambda: slices().filter(lambda x, y: tf.numpy_function(lambda t: t > 0, [y], tf.bool)), IN_A_MAP),
-        (lambda: tf.data.Dataset.range(2).flat_map(lambda _: slices().map(by_py_function)), IN_A_MAP),
-        (lambda: tf.data.Dataset.zip(slices(), slices().map(by_py_function)), IN_A_MAP),
-        (lambda: from_generator().batch(4), ["from_generator"]),
-        (lambda: from_generator().map(by_py_function), ["from_generator", *IN_A_MAP]),
-    ],
-)
-def test_python_code_in_a_dataset_is_found(dataset, kinds):
-    assert python_in(dataset()) == kinds
-
-
-@pytest.mark.parametrize(
-    ("dataset", "cause"),
-    [
-        (lambda: slices().map(by_py_function), r"\(py_function or numpy_function\).* Use TensorFlow's own operations"),
-        (from_generator, r"\(from_generator\).* Pass a keras.utils.PyDataset with workers"),
-    ],
-)
-def test_python_code_in_a_dataset_is_told_of_once(dataset, cause):
-    with pytest.warns(UserWarning, match=cause) as told:
-        given(dataset(), batch=10)
-    assert len(told) == 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        given(slices(), batch=10)
