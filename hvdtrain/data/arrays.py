@@ -37,8 +37,7 @@ class ArraySource:
                 f"{name} must be (inputs, targets), (inputs, targets, sample_weight) or, without targets, (inputs,). "
                 f"Received: {f'a {kind} of {len(elements)}' if isinstance(elements, tuple | list) else kind}."
             )
-        parts = tuple(np.asarray(part) if _is_list_of_numbers(part) else part for part in elements)
-        arrays = _without_lists(tf.nest.map_structure(np.asarray, parts))
+        arrays = tf.nest.map_structure(np.asarray, nest_of(tuple(elements)))
         lengths = {len(array) if array.ndim else 0 for array in tf.nest.flatten(arrays)}
         if len(lengths) != 1:
             raise DataError(f"The arrays of {name} differ in length: {', '.join(map(str, sorted(lengths)))} samples.")
@@ -72,16 +71,13 @@ class ArraySource:
         return digest.digest()
 
 
-def _without_lists(nest: Any) -> Any:
-    """Turn lists into tuples: tf.data would stack a list into a tensor."""
-    if isinstance(nest, dict):
-        return {key: _without_lists(value) for key, value in nest.items()}
-    return tuple(map(_without_lists, nest)) if isinstance(nest, list | tuple) else nest
-
-
-def _is_list_of_numbers(part: Any) -> bool:
-    """Return whether `part` is a list of numbers (one array) and not a list of arrays (several inputs)."""
-    return isinstance(part, list) and not any(hasattr(entry, "shape") for entry in part)
+def nest_of(part: Any) -> Any:
+    """Turn lists of arrays into tuples, which tf.data does not stack, and lists of numbers into arrays."""
+    if isinstance(part, dict):
+        return {key: nest_of(value) for key, value in part.items()}
+    if isinstance(part, list) and not any(hasattr(entry, "shape") for entry in part):
+        return np.asarray(part)
+    return tuple(map(nest_of, part)) if isinstance(part, list | tuple) else part
 
 
 def _is_finite(array: np.ndarray) -> bool:
@@ -121,10 +117,6 @@ class Subset:
     def fingerprint(self) -> bytes:
         """Return a hash of the source's fingerprint and of the numbers."""
         return hashlib.sha256(self._source.fingerprint() + self._numbers.tobytes()).digest()
-
-    def listing(self) -> list[str]:
-        """Return the file listing of the whole source; empty if it has none."""
-        return self._source.listing() if hasattr(self._source, "listing") else []
 
     def version(self) -> bytes:
         """Return the version of the source's files; empty if it has none."""

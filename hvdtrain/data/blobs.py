@@ -95,11 +95,6 @@ class Blobs:
             digest.update(array.tobytes())
         return digest.digest()
 
-    def listing(self) -> list[str]:
-        """Return the name that all hosts share and the size of each blob; empty if they have no such names."""
-        names = self._known_as or []
-        return [f"{name} ({size:,} bytes)" for name, size in zip(names, self.lengths, strict=False)]
-
     def version(self) -> bytes:
         """Return a hash of the paths and modification times, which differ between hosts."""
         facts = [f"{file.resolve()} {file.stat().st_mtime_ns}" for file in self.files]

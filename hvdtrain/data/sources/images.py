@@ -121,7 +121,6 @@ class ImageSource:
         self.size = len(blobs)
         self.file_of = blobs.file_of
         self.describe = blobs.describe
-        self.listing = blobs.listing
         self.version = blobs.version
         self._blobs = blobs
         self._labels = np.asarray(labels, np.int32)

@@ -173,7 +173,6 @@ class TFRecordSource:
         self.file_of = records.file_of
         """[samples] the number of each sample's file."""
         self.describe = records.describe
-        self.listing = records.listing
         self._records = records
         self._description = description
         self._used = description.used

@@ -115,11 +115,6 @@ class Records(Blobs):
         """Return a hash [32 bytes] of the records' checksums and lengths, and thus of their contents."""
         return hashlib.sha256(self.lengths.tobytes() + self._checksums.tobytes()).digest()
 
-    def listing(self) -> list[str]:
-        """Return the name, number of records and a combined checksum of each file."""
-        facts = zip(self._titles, np.split(self._checksums, self._firsts[1:-1]), strict=True)
-        return [f"{name} ({len(part):,} records, checksum {zlib.crc32(part.tobytes()):08x})" for name, part in facts]
-
     def _verify(self, data: bytes, number: int) -> None:
         if masked_checksum(data) != int(self._checksums[number]):
             raise DataError(f"{self.describe(number)}: the record is damaged (its checksum is wrong)")

@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError, DataError, NoSamplesError, opt
+from hvdtrain.data.arrays import nest_of
 from hvdtrain.data.batch import Batch, Change, as_batch, per_replica, slice_bounds
 from hvdtrain.data.order import Order
 from hvdtrain.runtime.logs import warn_on_first
@@ -48,7 +49,7 @@ def standard(element: Any, name: str) -> Any:
             f"{name} must give batches (inputs, targets), (inputs, targets, sample_weight) or inputs alone. "
             f"Received: {type(element).__name__}{f' of {len(element)}' if hasattr(element, '__len__') else ''}."
         )
-    arrays = tf.nest.map_structure(np.asarray, _nest(element))
+    arrays = tf.nest.map_structure(np.asarray, nest_of(element))
     lengths = {len(array) if array.ndim else 0 for array in tf.nest.flatten(arrays)}
     if len(lengths) != 1 or 0 in lengths:
         raise DataError(f"A batch of {name} has arrays of {', '.join(map(str, sorted(lengths)))} samples.")
@@ -82,15 +83,6 @@ class Cut:
         if total == self.batch:
             return as_batch(part, has_samples, total)
         return as_batch(part, tf.constant(has_samples), tf.constant(total))
-
-
-def _nest(part: Any) -> Any:
-    """Turn lists of arrays into tuples, and lists of numbers into arrays."""
-    if isinstance(part, dict):
-        return {key: _nest(value) for key, value in part.items()}
-    if isinstance(part, list) and not any(hasattr(entry, "shape") for entry in part):
-        return np.asarray(part)
-    return tuple(map(_nest, part)) if isinstance(part, list | tuple) else part
 
 
 def is_stream(data: Any) -> bool:
