@@ -18,7 +18,7 @@ WINDOW = 10_000
 """Samples within which the order is shuffled, like the size of a shuffle buffer."""
 
 
-class FileOrder:
+class FileOrder(Order):
     """Files in an order decided by (seed, epoch), concatenated and split evenly over the replicas.
 
     A replica's share may end within a file: shares differ by one sample at most. An epoch must end on as many replicas
@@ -35,68 +35,43 @@ class FileOrder:
         ConfigError: the samples are not in files.
     """
 
+    _files: list[np.ndarray]
+    """The numbers of the samples of each file."""
+
     def __init__(self, source: Source, batch: int, seed: int, shuffle: bool = True, tail: Tail = "pad") -> None:
         file_of = getattr(source, "file_of", None)
         if file_of is None:
             raise ConfigError(
                 f"--shard-by files is for samples in files. {source.name} is not read from any, or is kept by --cache."
             )
-        # Number and lengths of the batches do not depend on the order.
-        self.counts = Order(samples=source.size, batch=batch, seed=seed, shuffle=shuffle, tail=tail)
+        super().__init__(samples=source.size, batch=batch, seed=seed, shuffle=shuffle, tail=tail)
         _, sizes = np.unique(file_of, return_counts=True)
-        self._files = np.split(np.argsort(file_of, kind="stable"), np.cumsum(sizes)[:-1])
-        """For each file, the numbers of its samples."""
-
-    @property
-    def full_batches(self) -> int:
-        """Full batches of an epoch."""
-        return self.counts.full_batches
-
-    @property
-    def rest(self) -> int:
-        """Samples of an epoch's last, short batch; 0 if there is none."""
-        return self.counts.rest
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Batches of an epoch."""
-        return self.counts.steps_per_epoch
-
-    @property
-    def seed(self) -> int:
-        """The seed of the order."""
-        return self.counts.seed
+        files = np.split(np.argsort(file_of, kind="stable"), np.cumsum(sizes)[:-1])
+        object.__setattr__(self, "_files", files)  # an Order is frozen
 
     def slice_numbers(self, epoch: Any, first: int, steps: int, samples: int, index: int, size: int) -> tf.Tensor:
-        """See `Order.slice_numbers`."""
-
         def rows(epoch: np.ndarray) -> np.ndarray:
             mine = self._mine(int(epoch), index, size)
-            begin, end = (self.counts.batch * first // size, samples * steps // size)
-            if samples < self.counts.batch:
+            begin, end = (self.batch * first // size, samples * steps // size)
+            if samples < self.batch:
                 end = max(1, len(mine) - begin)  # one that does not count, where there is none left
             # Past its end a share begins again (--tail repeat).
-            return mine[np.minimum(begin + np.arange(end), _last(mine, self.counts.tail)) % len(mine)].reshape(
-                steps, -1
-            )
+            last = 2 * len(mine) if self.tail == "repeat" else len(mine) - 1
+            return mine[np.minimum(begin + np.arange(end), last) % len(mine)].reshape(steps, -1)
 
         numbers = tf.numpy_function(rows, [tf.cast(epoch, tf.int64)], tf.int64)
         begin, end = split_bounds(samples, index, size)
         return tf.ensure_shape(numbers, [steps, max(1, end - begin)])
 
     def _mine(self, epoch: int, index: int, size: int) -> np.ndarray:
-        rng = np.random.default_rng([self.counts.seed, epoch])
-        files = rng.permutation(len(self._files)) if self.counts.shuffle else range(len(self._files))
+        rng = np.random.default_rng([self.seed, epoch])
+        files = rng.permutation(len(self._files)) if self.shuffle else range(len(self._files))
         numbers = np.concatenate([self._files[file] for file in files])
         begin, end = split_bounds(len(numbers), index, size)
         mine = numbers[begin:end]
         if not len(mine):
             return numbers[:1]  # fewer samples than replicas: one that does not count
-        if not self.counts.shuffle:
+        if not self.shuffle:
             return mine
         positions = np.arange(len(mine)) + rng.uniform(0, WINDOW, len(numbers))[begin:end]
         return mine[np.argsort(positions, kind="stable")]
-
-
-def _last(mine: np.ndarray, tail: Tail) -> int:
-    return 2 * len(mine) if tail == "repeat" else len(mine) - 1

@@ -121,7 +121,7 @@ class SourceTraining:
         uneven: bool = False,
     ) -> None:
         per_replica(batch, size, uneven=uneven)
-        self.order: Order | FileOrder = (
+        self.order = (
             FileOrder(source=source, batch=batch, seed=seed, shuffle=shuffle, tail=tail)
             if shard_by == "files"
             else Order(samples=source.size, batch=batch, seed=seed, shuffle=shuffle, tail=tail)

@@ -13,7 +13,6 @@ from hvdtrain.backends.protocol import Backend, gather
 from hvdtrain.config.checkpoint import Checkpoint
 from hvdtrain.config.errors import CheckpointError
 from hvdtrain.data.identity import Identity
-from hvdtrain.data.order import Order
 from hvdtrain.data.pipeline import SourceTraining, TrainingData
 from hvdtrain.data.source import Source
 from hvdtrain.data.streams.rank_parts import RankTraining
@@ -110,7 +109,7 @@ def described(data: TrainingData, seed: int, backend: Backend) -> Identity:
     """
     facts: dict[str, Any] = {"batch": data.batch, "steps_per_epoch": data.steps_per_epoch, "seed": seed}
     if isinstance(data, SourceTraining):
-        facts["shuffle"] = data.order.shuffle if isinstance(data.order, Order) else None
+        facts["shuffle"] = data.order.shuffle
         facts["samples"] = data.source.size
         facts["fingerprint"] = _fingerprint(data.source)
     if isinstance(data, RankTraining):

@@ -7,10 +7,11 @@ maps move behind what decides the order: `source.map(decode).shuffle(n, seed).re
 shuffle, repeat, take and skip does not depend on what the elements are.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -96,31 +97,12 @@ def _deferred_zip(dataset: tf.data.Dataset, base: Rebase) -> Deferred:
     parts = [deferred(part, base) for part in inputs_of(dataset)]
     zipped = tf.data.Dataset.zip(tf.nest.pack_sequence_as(zipped_nest(dataset), [part.elements for part in parts]))
 
+    applied = tf.nest.pack_sequence_as(zipped_nest(dataset), parts)
+
     def each(element: Any) -> Any:
-        given = _components(zipped_nest(dataset), element)
-        made = [part(value) for part, value in zip(parts, given, strict=True)]
-        return _packed(zipped_nest(dataset), iter(made))
+        return keras.tree.map_structure_up_to(applied, lambda part, value: part(value), applied, element)
 
     return Deferred(zipped, (each,))
-
-
-def _components(datasets: Any, element: Any) -> list[Any]:
-    """Return the elements of the zipped `datasets`, a nest, in the order of `tf.nest.flatten`."""
-    if isinstance(datasets, dict):
-        return [part for key in sorted(datasets) for part in _components(datasets[key], element[key])]
-    if isinstance(datasets, tuple):
-        return [part for one, value in zip(datasets, element, strict=True) for part in _components(one, value)]
-    return [element]
-
-
-def _packed(datasets: Any, elements: Iterator[Any]) -> Any:
-    """Return `elements` in the nest of `datasets`."""
-    if isinstance(datasets, dict):
-        made = {key: _packed(datasets[key], elements) for key in sorted(datasets)}
-        return {key: made[key] for key in datasets}
-    if isinstance(datasets, tuple):
-        return tuple(_packed(one, elements) for one in datasets)
-    return next(elements)
 
 
 def mapped(dataset: tf.data.Dataset, function: Function) -> tf.data.Dataset:
@@ -332,8 +314,4 @@ def _length(elements: Any) -> tf.Tensor:
 
 def _equal(one: Any, other: Any) -> bool:
     pairs = zip(tf.nest.flatten(one), tf.nest.flatten(other), strict=True)
-    return all(np.array_equal(np.asarray(a), np.asarray(b), equal_nan=_has_nan(a)) for a, b in pairs)
-
-
-def _has_nan(part: Any) -> bool:
-    return np.asarray(part).dtype.kind in "fc"
+    return all(np.array_equal(a, b, equal_nan=np.asarray(a).dtype.kind in "fc") for a, b in pairs)
