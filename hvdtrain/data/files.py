@@ -11,14 +11,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from filelock import FileLock
 
 from hvdtrain.config.errors import DataError
-
-if TYPE_CHECKING:  # the command line finds files before TensorFlow starts
-    pass
 
 DATA_VARIABLE = "HVDTRAIN_DATA"
 CACHE_VARIABLE = "HVDTRAIN_CACHE"

@@ -7,7 +7,7 @@ samples.
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import tensorflow as tf
@@ -64,23 +64,21 @@ class ReadOptions:
     """Threads for reading and decoding; 0 lets TensorFlow decide."""
     memory_mb: int = 0
     """MiB for prefetched samples; 0 lets TensorFlow decide."""
-    options: tf.data.Options = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
+    def batches(self, numbers: tf.data.Dataset, load: Callable[..., Any], *, heavy: bool) -> tf.data.Dataset:
+        """Map `load` over `numbers`, in order; in parallel if it is heavy."""
         options = tf.data.Options()
         options.deterministic = True
         if self.threads:
             options.threading.private_threadpool_size = self.threads
         if self.memory_mb:
             options.autotune.ram_budget = self.memory_mb * 2**20
-        object.__setattr__(self, "options", options)
-
-    def batches(self, numbers: tf.data.Dataset, load: Callable[..., Any], *, heavy: bool) -> tf.data.Dataset:
-        """Map `load` over `numbers`, in order; in parallel if it is heavy."""
         parallel = (self.threads or tf.data.AUTOTUNE) if heavy else None
-        return (
-            numbers.map(no_autograph(load), num_parallel_calls=parallel).prefetch(PREFETCH).with_options(self.options)
-        )
+        return numbers.map(no_autograph(load), num_parallel_calls=parallel).prefetch(PREFETCH).with_options(options)
+
+    def finished(self, elements: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Apply the last transformation of every batch."""
+        return elements if self.finish is None else self.finish(*elements)
 
 
 class SourceTraining:
@@ -167,16 +165,9 @@ class SourceTraining:
         """
         order = self.order
         epoch, within = divmod(start_step, self.steps_per_epoch)
-        whole = (
-            self._stream(epoch, skip=within, first=0, steps=order.full_batches, samples=self.batch)
-            if order.full_batches
-            else iter(())
-        )
-        rest = (
-            self._stream(epoch, skip=0, first=order.full_batches, steps=1, samples=order.rest)
-            if order.rest
-            else iter(())
-        )
+        # Nothing is built before the first batch is asked for.
+        whole = self._stream(epoch, skip=within, first=0, steps=order.full_batches, samples=self.batch)
+        rest = self._stream(epoch, skip=0, first=order.full_batches, steps=1, samples=order.rest)
         for step in itertools.count(within):
             yield next(whole if step % self.steps_per_epoch < order.full_batches else rest)
 
@@ -197,21 +188,18 @@ class SourceTraining:
             return tf.data.Dataset.from_tensor_slices((mine, numbered))
 
         def load(numbers: tf.Tensor, step: tf.Tensor | None = None) -> tuple[Any, ...]:
-            elements = self._gather(numbers)
+            elements = gather_readable(self.source, numbers, self.bad)
             if augment is not None:
                 elements = augment(
                     elements, Draws(seed=self.order.seed, step=step, samples=samples, begin=begin, end=end)
                 )
-            return apply_finish(elements, self.read_options)
+            return self.read_options.finished(elements)
 
         epochs = tf.data.Dataset.range(epoch, tf.int64.max)
         numbers = epochs.flat_map(no_autograph(numbers_of)).skip(skip)
         elements = self.read_options.batches(numbers, load, heavy=self.source.heavy or augment is not None)
         for part in elements:
             yield as_batch(packed(part), has_samples, samples, finite=self.source.finite or None)
-
-    def _gather(self, numbers: tf.Tensor) -> tuple[Any, ...]:
-        return gather_readable(self.source, numbers, self.bad)
 
 
 class SourceEvaluation:
@@ -264,18 +252,16 @@ class SourceEvaluation:
 
     def _dataset(self, first: int) -> tf.data.Dataset:
         """Return the batches from step `first` on; rebuilt only when more samples turn out bad."""
-        if first not in self._built:
-            self._built[first] = self._build(first)
-        return self._built[first]
 
-    def _build(self, first: int) -> tf.data.Dataset:
         def load(step: tf.Tensor) -> Batch:
             numbers, has_samples, total = self._part_of(step)
-            elements = apply_finish(gather_readable(self._source, numbers, self.bad), self.read_options)
+            elements = self.read_options.finished(gather_readable(self._source, numbers, self.bad))
             return as_batch(packed(elements), has_samples, tf.cast(total, tf.int32))
 
-        steps = tf.data.Dataset.range(first, self.steps)
-        return self.read_options.batches(steps, load, heavy=self._source.heavy)
+        if first not in self._built:
+            steps = tf.data.Dataset.range(first, self.steps)
+            self._built[first] = self.read_options.batches(steps, load, heavy=self._source.heavy)
+        return self._built[first]
 
     def _part_of(self, step: Any) -> tuple[tf.Tensor, Any, Any]:
         """Return the numbers of this replica's samples, whether they count, and the global number of samples."""
@@ -291,8 +277,3 @@ def gather_readable(source: Source, numbers: tf.Tensor, bad: BadRecords) -> tupl
         return with_static_shapes(source, source.gather(numbers))
     usable, weights = bad.left_out(numbers)
     return with_weights(with_static_shapes(source, source.gather(usable)), weights)
-
-
-def apply_finish(elements: tuple[Any, ...], read_options: ReadOptions) -> tuple[Any, ...]:
-    """Apply the last transformation of every batch."""
-    return elements if read_options.finish is None else read_options.finish(*elements)
