@@ -14,9 +14,9 @@ from hvdtrain.config.data import Cache
 from hvdtrain.config.errors import DataError
 from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.bad_records import BadRecords
-from hvdtrain.data.files import cache_folder, made_once, writing_into
+from hvdtrain.data.files import cache_folder, made_once
 from hvdtrain.data.pipeline import ReadOptions
-from hvdtrain.data.source import Source
+from hvdtrain.data.source import Source, gathered_in_python
 
 CHUNK = 256
 """Samples decoded at a time."""
@@ -32,24 +32,12 @@ class MemoryMapped:
         self.size = source.size
         self.spec = source.spec
         self.finite = source.finite
+        self.describe = source.describe
+        self.fingerprint = source.fingerprint
         self._arrays = arrays
-        self._source = source
 
     def gather(self, numbers: tf.Tensor) -> tuple[Any, ...]:
-        specs = tf.nest.flatten(self.spec)
-        parts = tf.numpy_function(self._rows, [numbers], [spec.dtype for spec in specs])
-        for part, spec in zip(parts, specs, strict=True):
-            part.set_shape([None, *spec.shape])
-        return tf.nest.pack_sequence_as(self.spec, parts)
-
-    def describe(self, number: int) -> str:
-        return self._source.describe(number)
-
-    def fingerprint(self) -> bytes:
-        return self._source.fingerprint()
-
-    def _rows(self, numbers: np.ndarray) -> list[np.ndarray]:
-        return [array[numbers] for array in self._arrays]
+        return gathered_in_python(lambda numbers: [array[numbers] for array in self._arrays], numbers, self.spec)
 
 
 def cached(source: Source, where: Cache) -> Source:
@@ -73,28 +61,22 @@ def _in_files(source: Source) -> list[np.ndarray]:
     specs = tf.nest.flatten(source.spec)
     # The fingerprint covers names and sizes alone, the same on every host; `version` notices files that were changed.
     version = source.version() if hasattr(source, "version") else b""
-    key = hashlib.sha256(source.fingerprint() + version).hexdigest()[:24]
-    base = cache_folder() / f"decoded-{key}"
-    paths = [base.with_name(f"{base.name}-{place}.npy") for place in range(len(specs))]
+    name = f"decoded-{hashlib.sha256(source.fingerprint() + version).hexdigest()[:24]}"
+    paths = [cache_folder() / f"{name}-{place}.npy" for place in range(len(specs))]
     # Written last: a list of files means that all of them are complete.
-    with made_once(base.with_name(f"{base.name}.json")) as draft:
+    with made_once(cache_folder() / f"{name}.json") as draft:
         if draft is not None:
-            _write(source, specs, paths)
-            with writing_into(draft.parent):
+            try:
+                arrays = [_empty_file(path, spec, source.size) for path, spec in zip(paths, specs, strict=True)]
+                _fill(arrays, source)
+                for array in arrays:
+                    array.flush()
                 draft.write_text(json.dumps([path.name for path in paths]), encoding="utf-8")
+            except OSError as error:
+                for path in paths:
+                    path.unlink(missing_ok=True)
+                raise DataError(f"{source.name} cannot be kept in {draft.parent}: {error.strerror}.") from None
     return [np.load(path, mmap_mode="r") for path in paths]
-
-
-def _write(source: Source, specs: list[tf.TensorSpec], paths: list[Path]) -> None:
-    try:
-        arrays = [_empty_file(path, spec, source.size) for path, spec in zip(paths, specs, strict=True)]
-        _fill(arrays, source)
-        for array in arrays:
-            array.flush()
-    except OSError as error:
-        for path in paths:
-            path.unlink(missing_ok=True)
-        raise DataError(f"{source.name} cannot be kept in {paths[0].parent}: {error.strerror}.") from None
 
 
 def _empty_file(path: Path, spec: tf.TensorSpec, size: int) -> np.memmap:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import tensorflow as tf
 
 from hvdtrain.data.preprocessing import Preprocessing
@@ -81,3 +82,14 @@ def with_static_shapes(source: Source, elements: tuple[Any, ...]) -> tuple[Any, 
         return tf.ensure_shape(tensor, [tensor.shape[0] if tensor.shape.rank else None, *spec.shape])
 
     return tf.nest.map_structure(ensure, tuple(elements), source.spec)
+
+
+def gathered_in_python(
+    read: Callable[[np.ndarray], list[np.ndarray]], numbers: tf.Tensor, spec: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """Return the samples `numbers` by a Python function of one array [n, …] for each tensor of `spec`, flattened."""
+    specs = tf.nest.flatten(spec)
+    parts = tf.numpy_function(read, [numbers], [each.dtype for each in specs])
+    for part, each in zip(parts, specs, strict=True):
+        part.set_shape([*numbers.shape, *each.shape])
+    return tuple(tf.nest.pack_sequence_as(spec, parts))

@@ -20,7 +20,7 @@ from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.config.registry import suggestion
 from hvdtrain.data.arrays import check_range, given_or_held_out
 from hvdtrain.data.files import find_data
-from hvdtrain.data.source import DataSplits
+from hvdtrain.data.source import DataSplits, gathered_in_python
 from hvdtrain.data.sources.class_folders import HELD
 from hvdtrain.data.sources.extras import optional_package
 from hvdtrain.data.sources.images import image_splits
@@ -77,11 +77,7 @@ class RowSource:
         self.finite = not any(spec.dtype.is_floating for spec in tf.nest.flatten(self.spec))
 
     def gather(self, numbers: tf.Tensor) -> tuple[Any, ...]:
-        specs = tf.nest.flatten(self.spec)
-        parts = tf.numpy_function(self._arrays, [numbers], [spec.dtype for spec in specs])
-        for part, spec in zip(parts, specs, strict=True):
-            part.set_shape([*numbers.shape, *spec.shape])
-        return tuple(tf.nest.pack_sequence_as(self.spec, parts))
+        return gathered_in_python(self._arrays, numbers, self.spec)
 
     def describe(self, number: int) -> str:
         return f"{self.name}, row {number}"
