@@ -348,8 +348,9 @@ def _targets(
     if column.texts is not None:
         if task == "regression":
             raise ConfigError(f"The target {target!r} of {file} is not a number: it cannot be regressed.")
-        labels, texts = _sorted_labels(table, column, column.texts)
-        found = len(texts)
+        # Not of texts that only the validation file has: codes are in order of appearance.
+        texts = tuple(sorted(column.texts[: column.values[: table.counts[0]].max() + 1]))
+        labels, found = _named_labels(table, column, texts), len(texts)
     else:
         fractions = np.flatnonzero(column.values % 1 != 0)
         if task == "regression" or (task == "auto" and len(fractions)):
@@ -366,17 +367,18 @@ def _targets(
     return labels.astype(np.int32), known, texts if texts is not None and len(texts) == known else None
 
 
-def _sorted_labels(table: Table, column: Column, texts: tuple[str, ...]) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Encode label texts in sorted order; refuse a text that only the validation file has."""
-    last = column.values[: table.counts[0]].max()
-    strange = np.flatnonzero(column.values > last)
+def _named_labels(table: Table, column: Column, names: tuple[str, ...]) -> np.ndarray:
+    """Return the labels [rows] of texts that are among `names`."""
+    texts, numbers = column.texts or (), {name: place for place, name in enumerate(names)}
+    labels = np.array([numbers.get(text, -1) for text in texts])[column.values]
+    strange = np.flatnonzero(labels < 0)
     if len(strange):
         row = int(strange[0])
         raise DataError(
-            f"{table.describe(row)}: the label {texts[column.values[row]]!r} is not in {table.files[0].name}."
+            f"{table.describe(row)}: the label {texts[column.values[row]]!r} is not among those trained on: "
+            f"{', '.join(names[:20])}."
         )
-    own = sorted(texts)
-    return np.array([own.index(text) for text in texts])[column.values], tuple(own)
+    return labels
 
 
 def _known_targets(table: Table, target: str, classes: int | None, names: tuple[str, ...] | None) -> np.ndarray:
@@ -384,16 +386,7 @@ def _known_targets(table: Table, target: str, classes: int | None, names: tuple[
     column = table.columns[target]
     if classes is None:
         return column.values[:, np.newaxis].astype(np.float32)
-    labels = column.values
-    if names is not None and column.texts is not None:
-        numbers = {name: place for place, name in enumerate(names)}
-        labels = np.array([numbers.get(text, -1) for text in column.texts])[column.values]
-        strange = np.flatnonzero(labels < 0)
-        if len(strange):
-            row = int(strange[0])
-            raise DataError(
-                f"{table.describe(row)}: the run was not trained on the label {column.texts[column.values[row]]!r}. It "
-                f"knows: {', '.join(names[:20])}."
-            )
+    named = names is not None and column.texts is not None
+    labels = _named_labels(table, column, names) if named else column.values
     check_range(labels.astype(np.int64), classes, table.describe)
     return labels.astype(np.int32)

@@ -206,7 +206,7 @@ def test_a_file_for_validation_must_fit_the_first(tmp_path):
     refused(
         "csv",
         first,
-        f"{held}, row 4: the label 'purple' is not in {first}.",
+        f"{held}, row 4: the label 'purple' is not among those trained on: ",
         target="colour",
         validation_path=str(held),
     )
