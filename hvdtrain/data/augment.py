@@ -3,9 +3,10 @@
 So a sample is augmented in the same way on any number of ranks, and differently in every epoch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import tensorflow as tf
 
@@ -43,11 +44,8 @@ class Draws:
         return (parts[:, 0] / tf.reduce_sum(parts, axis=1))[self.begin : self.end]
 
 
-class Augmentation(Protocol):
-    """A random change of one replica's slice of a batch."""
-
-    def __call__(self, elements: tuple[Any, ...], draws: Draws) -> tuple[Any, ...]:
-        """Return the changed (inputs [n, height, width, channels], targets[, weights]); inputs keep their dtype."""
+Augmentation = Callable[[tuple[Any, ...], Draws], tuple[Any, ...]]
+"""Changes one replica's slice: (inputs [n, height, width, channels], targets[, weights]); inputs keep their dtype."""
 
 
 def flip(elements: tuple[Any, ...], draws: Draws) -> tuple[Any, ...]:
@@ -110,13 +108,11 @@ def augmentation(names: Sequence[str], *, spec: tuple[Any, ...], classes: int | 
     if "mixup" in names and (classes is None or tf.nest.is_nested(spec[1])):
         raise ConfigError("--augment mixup needs labels of a known number of classes.")
 
+    changes: dict[str, Augmentation] = {"flip": flip, "crop": crop, "mixup": partial(mixup, classes=classes or 0)}
+
     def apply(elements: tuple[Any, ...], draws: Draws) -> tuple[Any, ...]:
         for name in names:
-            if name == "mixup":
-                assert classes is not None, "checked above"
-                elements = mixup(elements, draws, classes=classes)
-            else:
-                elements = {"flip": flip, "crop": crop}[name](elements, draws)
+            elements = changes[name](elements, draws)
         return elements
 
     return apply
