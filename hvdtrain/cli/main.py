@@ -5,7 +5,7 @@ import sys
 from hvdtrain import __version__
 from hvdtrain.config.errors import LaunchError, UserError, on_command_line
 from hvdtrain.config.registry import resolve, suggestion
-from hvdtrain.recipes.registry import RECIPES
+from hvdtrain.recipes import RECIPES
 from hvdtrain.runtime.control.agreement import installed_versions
 from hvdtrain.runtime.failures import show_alone, show_failure
 from hvdtrain.runtime.launchers import Environment, detect_environment
@@ -110,6 +110,8 @@ def _split(argv: list[str]) -> tuple[str | None, list[str]]:
 
 def _refuse(word: str, environment: Environment) -> int:
     if environment.rank == 0:
-        error = UserError(f"There is no verb or recipe {word!r}.{suggestion(word, {**VERBS, **RECIPES})}")
+        error = UserError(
+            f"There is no verb or recipe {word!r}.{suggestion(word, dict.fromkeys([*VERBS, *RECIPES], ''))}"
+        )
         print(f"hvdtrain: error: {on_command_line(error.message)}", file=sys.stderr)
     return 2

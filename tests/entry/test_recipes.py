@@ -10,7 +10,7 @@ import json
 import numpy as np
 import pytest
 
-from hvdtrain.recipes.registry import RECIPES
+from hvdtrain.recipes import RECIPES
 from tests.launching import hvdtrain, train_all
 from tests.unit.images import write_folders
 

@@ -19,7 +19,7 @@ from hvdtrain.backends.tf_distribute import StrategyBackend
 from hvdtrain.checkpoint.checkpointer import Checkpointer
 from hvdtrain.config.errors import ConfigError, DesyncError, LaunchError
 from hvdtrain.config.runtime import RuntimeConfig
-from hvdtrain.recipes.registry import recipe
+from hvdtrain.recipes import recipe
 from hvdtrain.runs.run_data import run_data
 from hvdtrain.runs.trainers import run_trainer
 from hvdtrain.runtime.strategies import open_strategy

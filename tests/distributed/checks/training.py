@@ -243,7 +243,7 @@ def check_resume_goes_on_as_if_nothing_had_happened(world: World) -> None:
 def check_digits_reaches_its_accuracy(world: World) -> None:
     """Over five seeds in one process; more ranks train the same model, which one seed shows."""
     from hvdtrain.models.registry import build_model
-    from hvdtrain.recipes.registry import recipe
+    from hvdtrain.recipes import recipe
     from hvdtrain.runs.run_data import run_data
     from hvdtrain.runs.trainers import run_trainer
 

@@ -13,7 +13,7 @@ from hvdtrain.config.errors import CheckpointError, ConfigError, UserError, on_c
 from hvdtrain.config.files import to_yaml
 from hvdtrain.config.run import Config
 from hvdtrain.config.runtime import RuntimeConfig
-from hvdtrain.recipes.registry import RECIPES, recipe
+from hvdtrain.recipes import RECIPES, recipe
 
 DIGITS = recipe("digits")
 

@@ -13,7 +13,7 @@ from hvdtrain.config.model import ModelConfig
 from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.identity import check_same_samples, identity_of
 from hvdtrain.data.source import DataSplits
-from hvdtrain.recipes.registry import recipe
+from hvdtrain.recipes import recipe
 from hvdtrain.runs.folder import RunFolder
 from hvdtrain.runs.run import train as train_in_process
 

@@ -19,7 +19,7 @@ from hvdtrain.data.registry import load_splits
 from hvdtrain.data.sources.synthetic import BASE, drawn_rows, log_odds
 from hvdtrain.models.bert import IGNORED
 from hvdtrain.models.registry import build_model, model_family
-from hvdtrain.recipes.registry import RECIPES, describe, recipe
+from hvdtrain.recipes import RECIPES, describe, recipe
 from hvdtrain.training.objective.losses import summed_loss
 from tests.extended import mostly_extended
 

@@ -6,7 +6,7 @@ import pytest
 from hvdtrain.config.errors import CheckpointError, ConfigError
 from hvdtrain.config.files import to_yaml
 from hvdtrain.config.run import Config
-from hvdtrain.recipes.registry import recipe
+from hvdtrain.recipes import recipe
 from hvdtrain.runs import run_files
 from hvdtrain.runs.folder import RUNS, RunFolder, create, default_path, opened
 
