@@ -25,19 +25,9 @@ def build(
     heads: int = 4,
     dropout: float = 0.0,
 ) -> keras.Model:
-    """Return a masked language model, tokens [length] to logits [length, vocabulary].
+    """Return a masked language model, tokens [length] to logits [length, vocabulary]; the vocabulary has the mask.
 
-    Args:
-        shape: (length,) of one sequence of token numbers.
-        classes: size of the vocabulary, mask included.
-        seed: seeds the initial value of each variable, together with its path.
-        depth: number of blocks of attention and MLP.
-        width: size of a token's representation.
-        heads: number of attention heads; must divide the width.
-        dropout: dropout rate of the embeddings and of each block's output.
-
-    Raises:
-        ConfigError: sizes that are not positive or do not divide, or a dropout outside [0, 1).
+    The arguments are those of `transformer.build`.
     """
     sizes: dict[str, Any] = {"depth": depth, "width": width, "heads": heads, "dropout": dropout}
     return transformer.build(shape, classes, seed, causal=False, **sizes)

@@ -21,10 +21,8 @@ class ModelFamily:
     """Returns the loss for `Trainer`."""
     metrics: Callable[[], Any]
     """Returns the metrics for `Trainer`, new objects on each call."""
-    build_sharded: Callable[..., keras.Model] | None = None
-    """(input shape, classes, seed, sharding, **arguments) -> the model with sharded embedding tables; None for a family
-    without tables.
-    """
+    shards_tables: bool = False
+    """Whether `build` takes the sharding of its embedding tables as a fourth argument."""
     sample_dims: tuple[str, ...] | dict[str, tuple[str, ...]] | None = None
     """Names of a sample's dims, by input if there are several; None: one input of any shape."""
     rules: Callable[..., Rules] | None = None
@@ -44,9 +42,11 @@ def classifier(
     )
 
 
-def glorot(seed: int, path: str) -> keras.initializers.Initializer:
-    """Return a Glorot uniform initializer whose values depend on (seed, path)."""
-    return keras.initializers.GlorotUniform(seed=path_seed(seed, path))
+def dense(x: Any, units: int, seed: int, name: str, **options: Any) -> Any:
+    """Apply a dense layer whose initial kernel depends on (seed, name)."""
+    # He et al. 2015, "Delving Deep into Rectifiers": keeps the size of activations over any number of layers.
+    initializer = keras.initializers.HeNormal(seed=path_seed(seed, name))
+    return keras.layers.Dense(units, kernel_initializer=initializer, name=name, **options)(x)
 
 
 def path_seed(seed: int, path: str) -> int:

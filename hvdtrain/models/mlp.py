@@ -5,7 +5,7 @@ from typing import Any
 import keras
 
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.models.family import Rules, classifier, path_seed
+from hvdtrain.models.family import Rules, classifier, dense
 
 
 def build(shape: tuple[int, ...], classes: int, seed: int, *, depth: int = 3, width: int = 1024) -> keras.Model:
@@ -26,15 +26,9 @@ def build(shape: tuple[int, ...], classes: int, seed: int, *, depth: int = 3, wi
     samples = keras.Input(shape, name="samples")
     x = keras.layers.Flatten(name="flatten")(samples)
     for number in range(depth):
-        x = _dense(x, width, seed, f"hidden{number}", activation="relu")
-    logits = _dense(x, classes, seed, "logits", dtype="float32")
+        x = dense(x, width, seed, f"hidden{number}", activation="relu")
+    logits = dense(x, classes, seed, "logits", dtype="float32")
     return keras.Model(samples, logits, name="mlp")
-
-
-def _dense(x: Any, units: int, seed: int, name: str, **options: Any) -> Any:
-    # He et al. 2015, "Delving Deep into Rectifiers": keeps the size of activations over any number of layers.
-    initializer = keras.initializers.HeNormal(seed=path_seed(seed, name))
-    return keras.layers.Dense(units, kernel_initializer=initializer, name=name, **options)(x)
 
 
 def rules(classes: int, ranks: int, *, depth: int = 3, **arguments: Any) -> Rules:

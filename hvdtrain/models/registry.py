@@ -1,5 +1,6 @@
 """Models by name: built-in families, or a user's function."""
 
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -7,10 +8,9 @@ import keras
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.model import ModelConfig
 from hvdtrain.config.registry import check_arguments, resolve
-from hvdtrain.config.user_code import is_user_code
+from hvdtrain.config.user_code import arguments_for, is_user_code, load_function
 from hvdtrain.models.family import ModelFamily, Rules
 from hvdtrain.models.objective import check_probabilities, named_loss, named_metrics, on_logits
-from hvdtrain.models.user_model import user_family
 
 MODELS = {
     "small_cnn": "hvdtrain.models.small_cnn:FAMILY",
@@ -31,25 +31,22 @@ def model_family(config: ModelConfig) -> ModelFamily:
     without tables.
     """
     own = is_user_code(config.model)
-    family = user_family(config) if own else _known_family(config)
-    if config.embedding_sharding != "none" and family.build_sharded is None:
+    family: ModelFamily = _user_family(config) if own else resolve("model", config.model, MODELS)
+    if not own:
+        check_arguments("model", config.model, family.build, config.model_args)
+    if config.embedding_sharding != "none" and not family.shards_tables:
         raise ConfigError(
             "--embedding-sharding divides the tables of --model dlrm among ranks. Received: "
             f"--embedding-sharding {config.embedding_sharding}, --model {config.model}. Leave it out, or "
             "give a model of your own hvdtrain.ShardedEmbedding layers."
         )
-    loss = _loss(config, family) if own else on_logits(_loss(config, family))
+    loss = family.loss() if config.loss is None else named_loss(config.loss)
+    loss = loss if own else on_logits(loss)
     metrics = config.metrics
     if metrics is not None:
         named_metrics(metrics)  # a wrong name is refused before anything is built
-    return ModelFamily(
-        build=family.build,
-        loss=lambda: loss,
-        metrics=family.metrics if metrics is None else lambda: named_metrics(metrics),
-        build_sharded=family.build_sharded,
-        sample_dims=family.sample_dims,
-        rules=family.rules,
-    )
+    metrics_of = family.metrics if metrics is None else lambda: named_metrics(metrics)
+    return replace(family, loss=lambda: loss, metrics=metrics_of)
 
 
 def build_model(config: ModelConfig, shape: Any, classes: int | None, seed: int) -> keras.Model:
@@ -76,10 +73,8 @@ def build_model(config: ModelConfig, shape: Any, classes: int | None, seed: int)
             "integer labels, or are streamed. Give --model a function of your own, or let --data return labels, name "
             "them (FUNCTION.classes = [...]) or hold them with --cache memory."
         )
-    if config.embedding_sharding == "none":
-        return family.build(shape, classes, seed, **config.model_args)
-    assert family.build_sharded is not None, "model_family refuses others"
-    return family.build_sharded(shape, classes, seed, config.embedding_sharding, **config.model_args)
+    sharding = [config.embedding_sharding] if family.shards_tables else []
+    return family.build(shape, classes, seed, *sharding, **config.model_args)
 
 
 def layout_rules(config: ModelConfig, classes: int | None, ranks: int) -> Rules | None:
@@ -100,16 +95,6 @@ def layout_rules(config: ModelConfig, classes: int | None, ranks: int) -> Rules 
         f"--parallel tp={ranks} splits the layers of the model, and there are no rules for {config.model!r}. "
         f"Models with rules: {', '.join(known)}."
     )
-
-
-def _known_family(config: ModelConfig) -> ModelFamily:
-    family: ModelFamily = resolve("model", config.model, MODELS)
-    check_arguments("model", config.model, family.build, config.model_args)
-    return family
-
-
-def _loss(config: ModelConfig, family: ModelFamily) -> Any:
-    return family.loss() if config.loss is None else named_loss(config.loss)
 
 
 def _check_samples(name: str, family: ModelFamily, shape: Any) -> None:
@@ -134,3 +119,52 @@ def _has_dims(shape: Any, dims: tuple[str, ...] | None) -> bool:
 
 def _listed(dims: tuple[str, ...] | None) -> str:
     return "of one array" if dims is None else f"[{', '.join(dims)}]"
+
+
+def _user_family(config: ModelConfig) -> ModelFamily:
+    """Wrap the user's function `config.model` as a model family.
+
+    The function is called with `config.model_args`, and with `sample_shape`, `classes` and `seed` if it has such
+    parameters. Python's, NumPy's and Keras' generators are seeded, so that Keras layers start identically on every rank
+    and in every run. Its attributes `loss` and `metrics`, if any, are defaults as for `keras.Model.compile`;
+    `config.loss` and `config.metrics` override them. Its attribute `rules`, if any, holds layout rules as for
+    `hvdtrain.parallelize`.
+
+    Raises:
+        ConfigError: no such function, or no loss.
+    """
+    function = load_function("--model", config.model)
+    if isinstance(function, keras.Model):
+        raise ConfigError(f"--model {config.model} is a model: name a function that returns it. Received: {function}.")
+    said = getattr(function, "__dict__", {})
+    if said.get("loss") is None and config.loss is None:
+        last = config.model.rpartition(":")[2]
+        raise ConfigError(
+            f"--model {config.model} says nothing of its loss: give --loss NAME, such as --loss "
+            f'sparse_categorical_crossentropy, or write {last}.loss = "NAME" below the function.'
+        )
+
+    def build(shape: Any, classes: int | None, seed: int, /, **arguments: Any) -> keras.Model:
+        offered = {"sample_shape": shape, "classes": classes, "seed": seed}
+        values = arguments_for("--model", name=config.model, function=function, offered=offered, given=arguments)
+        keras.utils.set_random_seed(seed)
+        model = function(**values)
+        if not isinstance(model, keras.Model):
+            raise ConfigError(
+                f"--model {config.model} must return a keras.Model. Received: {model!r}, of type "
+                f"{type(model).__module__}.{type(model).__qualname__}."
+            )
+        if model.compiled:
+            raise ConfigError(
+                f"--model {config.model} returns a compiled model, and what it was compiled with would have no effect: "
+                "leave out compile(), and give --loss, --metrics and --optimizer."
+            )
+        return model
+
+    rules = said.get("rules")
+    return ModelFamily(
+        build,
+        loss=lambda: said.get("loss"),
+        metrics=lambda: said.get("metrics") or [],
+        rules=None if rules is None else lambda classes, ranks, **arguments: rules,
+    )

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.models.family import classifier, path_seed
+from hvdtrain.models.family import classifier, dense, path_seed
 
 
 def conv_norm(x: Any, channels: int, kernel: int, stride: int, seed: int, name: str, *, gamma: str = "ones") -> Any:
@@ -44,8 +44,7 @@ def added(x: Any, y: Any, name: str) -> Any:
 def pooled_logits(x: Any, classes: int, seed: int) -> Any:
     """Return logits [batch, classes] by global average pooling and a dense layer."""
     x = keras.layers.GlobalAveragePooling2D(name="pool")(x)
-    initializer = keras.initializers.HeNormal(seed=path_seed(seed, "logits"))
-    return keras.layers.Dense(classes, kernel_initializer=initializer, dtype="float32", name="logits")(x)
+    return dense(x, classes, seed, "logits", dtype="float32")
 
 
 def build(shape: tuple[int, ...], classes: int, seed: int, *, depth: int = 20, width: int = 16) -> keras.Model:
@@ -135,12 +134,10 @@ def build_imagenet(
 
 
 def _bottleneck(x: Any, channels: int, stride: int, seed: int, name: str, zero_gamma: bool) -> Any:
-    y = keras.layers.ReLU(name=f"{name}_a_relu")(
-        conv_norm(x, channels=channels, kernel=1, stride=1, seed=seed, name=f"{name}_a")
-    )
-    y = keras.layers.ReLU(name=f"{name}_b_relu")(
-        conv_norm(y, channels=channels, kernel=3, stride=stride, seed=seed, name=f"{name}_b")
-    )
+    y = conv_norm(x, channels=channels, kernel=1, stride=1, seed=seed, name=f"{name}_a")
+    y = keras.layers.ReLU(name=f"{name}_a_relu")(y)
+    y = conv_norm(y, channels=channels, kernel=3, stride=stride, seed=seed, name=f"{name}_b")
+    y = keras.layers.ReLU(name=f"{name}_b_relu")(y)
     gamma = "zeros" if zero_gamma else "ones"
     y = conv_norm(y, channels=EXPANSION * channels, kernel=1, stride=1, seed=seed, name=f"{name}_c", gamma=gamma)
     if stride != 1 or x.shape[-1] != EXPANSION * channels:

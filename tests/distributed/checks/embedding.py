@@ -15,7 +15,7 @@ from worlds import worlds
 import hvdtrain
 from hvdtrain.layers import embedding
 from hvdtrain.layers.embedding import ShardedEmbedding
-from hvdtrain.models.dlrm import build, build_sharded
+from hvdtrain.models.dlrm import build
 
 SAMPLES, BATCH, EPOCHS = 67, 16, 4  # four full batches and one of 3 samples, of which a rank of 4 has none: 20 steps
 ROWS, DIM, BOUND = 11, 8, 0.5
@@ -124,7 +124,7 @@ def check_dlrm_with_divided_tables_is_dlrm(world: World) -> None:
     assert moved(weights, start) >= 1e-2
     folder = world.folder / "dlrm"
     with on_mesh(world, layouts(world)[0]) as mesh:
-        ours = build_sharded(shape, 2, 0, "table", **sizes)
+        ours = build(shape, 2, 0, "table", **sizes)
         trainer = trained(mesh, ours, keras.optimizers.Adam(0.01), *clicks(), click_loss)
         found = dict(zip((w.path for w in ours.weights), whole(ours, mesh), strict=True))
         error = relative_error([found[path] for path in sorted(found)], [expected[path] for path in sorted(found)])
@@ -132,7 +132,7 @@ def check_dlrm_with_divided_tables_is_dlrm(world: World) -> None:
         trainer.save(folder)
     for other in ("dp=-1", "ep=-1"):
         with on_mesh(world, other) as mesh:
-            again = build_sharded(shape, 2, 0, "row", **sizes)
+            again = build(shape, 2, 0, "row", **sizes)
             resumed = hvdtrain.Trainer(again, keras.optimizers.Adam(0.01), click_loss, backend=mesh.backend)
             resumed.fit(clicks(), batch=BATCH, epochs=1, verbose=False, log_every=1)
             resumed.restore(folder)
