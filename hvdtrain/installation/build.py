@@ -26,10 +26,14 @@ def gpu_settings(gpu: Gpu, work: Path, environ: Mapping[str, str], pip: Pip) -> 
     """Return the environment variables of a build with NCCL; missing tools are placed in `work`."""
     assert gpu.nccl is not None
     compiler = gpu.compiler or from_pypi(work / "cuda", pip)
+    linked = work / "nccl"  # the header, and the library by the name that is linked
+    (linked / "lib").mkdir(parents=True)
+    (linked / "include").symlink_to(gpu.nccl / "include")
+    (linked / "lib" / "libnccl.so").symlink_to(next((gpu.nccl / "lib").glob("libnccl.so*")))
     settings = {
         "HOROVOD_GPU_OPERATIONS": "NCCL",
         "HOROVOD_CUDA_HOME": str(compiler),
-        "HOROVOD_NCCL_HOME": str(_linked(gpu.nccl, work / "nccl")),
+        "HOROVOD_NCCL_HOME": str(linked),
         "HOROVOD_NCCL_LINK": "SHARED",
         # Horovod's build queries the first nvcc on PATH.
         "PATH": os.pathsep.join([str(compiler / "bin"), environ["PATH"]]),
@@ -48,15 +52,6 @@ def from_pypi(folder: Path, pip: Pip) -> Path:
     (toolkit / "lib64").symlink_to("lib")
     (toolkit / "lib" / "libcudart.so").symlink_to(next((toolkit / "lib").glob("libcudart.so.*")).name)
     return toolkit
-
-
-def _linked(nccl: Path, folder: Path) -> Path:
-    """Return a folder with NCCL's header and its linkable library."""
-    (folder / "lib").mkdir(parents=True)
-    (folder / "include").symlink_to(nccl / "include")
-    library = next((nccl / "lib").glob("libnccl.so*"))
-    (folder / "lib" / "libnccl.so").symlink_to(library)
-    return folder
 
 
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"

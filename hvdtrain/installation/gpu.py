@@ -68,14 +68,23 @@ def choose_gpu(choice: str, environment: PythonEnvironment, environ: Mapping[str
         return Gpu("none")
     if nccl is None:
         raise SetupError(f"Horovod reduces on GPUs with NCCL. Received: no {NCCL_PACKAGE}. Run: {_CUDA_PACKAGES}")
-    return _with_nccl(nccl, environ)
-
-
-def _with_nccl(nccl: Path, environ: Mapping[str, str]) -> Gpu:
     compiler = find_compiler(environ)
     version = compiler_version(compiler) if compiler else str(PYPI_CUDA)
-    _check_driver(int(version.partition(".")[0]), compiler, environ)
-    capabilities = _capabilities(environ)
+    cuda, driver = int(version.partition(".")[0]), driver_cuda(environ)
+    if driver is not None and cuda > driver[0]:
+        where = str(compiler) if compiler else "only the compiler that PyPI has"
+        raise SetupError(
+            f"Horovod's kernels must be compiled by a CUDA toolkit that the driver runs, here CUDA {driver[0]} or "
+            f"older. Received: CUDA {cuda} ({where}). Name one by HOROVOD_CUDA_HOME (module load cuda/{driver[0]}, or "
+            f"conda install -c nvidia cuda-nvcc={driver[0]} cuda-cudart-dev={driver[0]}), update the driver, or build "
+            "for CPUs: --gpu none."
+        )
+    if chosen := environ.get("HOROVOD_BUILD_CUDA_CC_LIST"):
+        capabilities = tuple(chosen.split(","))
+    else:  # this machine's
+        shown = _nvidia_smi(environ, "--query-gpu=compute_cap", "--format=csv,noheader").decode()
+        pairs = re.findall(r"^(\d+)\.(\d)$", shown, flags=re.MULTILINE)
+        capabilities = tuple(sorted({f"{major}{minor}" for major, minor in pairs}))
     header = short_hash((nccl / "include" / "nccl.h").read_bytes())
     identity = f"nccl{header}-cuda{version}-{'.'.join(capabilities) or 'all'}"
     return Gpu(kind="nccl", compiler=compiler, nccl=nccl, capabilities=capabilities, identity=identity)
@@ -106,12 +115,12 @@ def _nvidia_smi(environ: Mapping[str, str], *words: str) -> bytes:
 
 def find_compiler(environ: Mapping[str, str]) -> Path | None:
     """Return this machine's usable CUDA toolkit, or None."""
-    return next((folder for folder in _toolkits(environ) if _has_headers(folder) and compiler_version(folder)), None)
-
-
-def _has_headers(folder: Path) -> bool:
-    """Distinguish a toolkit from a folder whose ``bin/nvcc`` is a wrapper script."""
-    return any(next(folder.glob(f"{where}include/cuda_runtime.h"), None) for where in ("", "targets/*/"))
+    for folder in _toolkits(environ):
+        # Without headers it is not a toolkit: its `bin/nvcc` is a wrapper script.
+        headers = (next(folder.glob(f"{where}include/cuda_runtime.h"), None) for where in ("", "targets/*/"))
+        if any(headers) and compiler_version(folder):
+            return folder
+    return None
 
 
 def _toolkits(environ: Mapping[str, str]) -> Iterator[Path]:
@@ -127,24 +136,3 @@ def compiler_version(folder: Path) -> str:
     """Return a toolkit's compiler release, such as 12.9; empty if missing or too old."""
     match = re.search(rb"release (\d+)\.(\d+)", output_of([str(folder / "bin" / "nvcc"), "--version"]))
     return f"{int(match[1])}.{int(match[2])}" if match and int(match[1]) >= OLDEST_CUDA else ""
-
-
-def _check_driver(cuda: int, compiler: Path | None, environ: Mapping[str, str]) -> None:
-    driver = driver_cuda(environ)
-    if driver is None or cuda <= driver[0]:
-        return
-    where = str(compiler) if compiler else "only the compiler that PyPI has"
-    raise SetupError(
-        f"Horovod's kernels must be compiled by a CUDA toolkit that the driver runs, here CUDA {driver[0]} or older. "
-        f"Received: CUDA {cuda} ({where}). Name one by HOROVOD_CUDA_HOME (module load cuda/{driver[0]}, or conda "
-        f"install -c nvidia cuda-nvcc={driver[0]} cuda-cudart-dev={driver[0]}), update the driver, or build for CPUs: "
-        "--gpu none."
-    )
-
-
-def _capabilities(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the compute capabilities to compile for: the user's, else this machine's."""
-    if chosen := environ.get("HOROVOD_BUILD_CUDA_CC_LIST"):
-        return tuple(chosen.split(","))
-    shown = _nvidia_smi(environ, "--query-gpu=compute_cap", "--format=csv,noheader")
-    return tuple(sorted({f"{major}{minor}" for major, minor in re.findall(r"^(\d+)\.(\d)$", shown.decode(), re.M)}))

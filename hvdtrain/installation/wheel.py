@@ -24,7 +24,10 @@ def wheel_key(environment: PythonEnvironment, mpi: Mpi, gpu: Gpu, environ: Mappi
     """Return the cache folder's name for exactly this build of Horovod."""
     platform = f"{sys.implementation.cache_tag}-{sysconfig.get_platform()}"
     tensorflow = environment.version(*TENSORFLOW_NAMES)
-    nccl = f"-{gpu.identity}" if gpu.identity else _nccl_identity(environ)
+    nccl = f"-{gpu.identity}" if gpu.identity else ""
+    if not nccl and any(_BUILD_SETTING.match(name) and value == "NCCL" for name, value in environ.items()):
+        header = Path(environ.get("HOROVOD_NCCL_HOME") or "/usr", "include", "nccl.h")
+        nccl = f"-nccl{short_hash(header.read_bytes() if header.exists() else b'')}"
     patches = short_hash(_lines([f"{name} {digest}" for name, digest in series_hashes().items()]))
     horovod = f"horovod{patched_version()}-{patches}"
     return f"{horovod}-tensorflow{tensorflow}-{platform}-{mpi.identity}{nccl}-{_toolchain(environ)}"
@@ -45,14 +48,6 @@ def _toolchain(environ: Mapping[str, str]) -> str:
 
 def _lines(texts: list[str]) -> bytes:
     return "".join(f"{text}\n" for text in texts).encode()
-
-
-def _nccl_identity(environ: Mapping[str, str]) -> str:
-    """Return the cache key's NCCL part, if Horovod uses NCCL."""
-    if not any(_BUILD_SETTING.match(name) and value == "NCCL" for name, value in environ.items()):
-        return ""
-    header = Path(environ.get("HOROVOD_NCCL_HOME") or "/usr", "include", "nccl.h")
-    return f"-nccl{short_hash(header.read_bytes() if header.exists() else b'')}"
 
 
 def cache_folder(environment: PythonEnvironment, environ: Mapping[str, str]) -> Path:
