@@ -13,7 +13,7 @@ from hvdtrain.bench.timing import Timing, Usage, merged, own_usage, peak_rss_mib
 from hvdtrain.config.run import Config
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.pipeline import TrainingData
-from hvdtrain.observability.events import BaseObserver
+from hvdtrain.observability.events import Observer
 from hvdtrain.runs.run_data import run_data
 from hvdtrain.runs.trainers import run_trainer
 from hvdtrain.runtime.session import Session
@@ -23,7 +23,7 @@ from hvdtrain.training.trainer import Trainer
 GATHER_TIMEOUT_S = 600.0
 
 
-class Stopwatch(BaseObserver):
+class Stopwatch(Observer):
     """Times windows of steps on rank 0.
 
     Args:

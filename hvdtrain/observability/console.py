@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.text import Text
 
 from hvdtrain.observability import wording
-from hvdtrain.observability.events import BaseObserver, EpochRecord, EvaluationRecord, Observers, RunInfo, StepRecord
+from hvdtrain.observability.events import EpochRecord, EvaluationRecord, Observer, Observers, RunInfo, StepRecord
 from hvdtrain.runtime.logs import PROGRESS
 
 MIN_SECONDS_BETWEEN_LINES = 2.0
@@ -35,9 +35,8 @@ def make_console(*, live: bool, steps: bool = True) -> Observers:
         live: standard output is a terminal that can move its cursor. Lines of epochs then scroll by above the display.
         steps: write lines of logged steps too where there is no display.
     """
-    if not live:
-        return Observers([PlainConsole(min_seconds=MIN_SECONDS_BETWEEN_LINES if steps else None)])
-    return Observers([LiveDisplay(sys.stdout), PlainConsole(min_seconds=None)])
+    lines = PlainConsole(min_seconds=MIN_SECONDS_BETWEEN_LINES if steps else None)
+    return Observers([LiveDisplay(sys.stdout) if live else lines])
 
 
 class Pace:
@@ -79,28 +78,22 @@ class Pace:
 
     def remaining(self) -> float | None:
         """Return the seconds left; None if unknown yet."""
-        step_seconds = self._step_seconds()
-        if self._step >= self._info.total_steps:
+        left, taken = self._info.total_steps - self._step, self._step - self._first
+        if left <= 0:
             return 0.0
-        if step_seconds is None:
-            return None
-        return (self._info.total_steps - self._step) * step_seconds + self._evaluation_seconds()
-
-    def _step_seconds(self) -> float | None:
         if self._windows:
-            return median_low(self._windows)
-        steps = self._step - self._first
-        return max(0.0, self._now - self._since) / steps if steps > 0 else None
+            seconds = left * median_low(self._windows)
+        elif taken > 0:
+            seconds = left * max(0.0, self._now - self._since) / taken
+        else:
+            return None
+        if self._evaluations and self._epochs:  # those to come are as frequent as those so far
+            epochs = self._info.epochs - self._info.epoch_of(self._info.start_step + 1) - self._epochs
+            seconds += max(0, epochs) * min(self._evaluations) * len(self._evaluations) / self._epochs
+        return seconds
 
-    def _evaluation_seconds(self) -> float:
-        """Return the time of the evaluations to come, as often as those so far."""
-        if not self._evaluations or not self._epochs:
-            return 0.0
-        epochs = self._info.epochs - self._info.epoch_of(self._info.start_step + 1) - self._epochs
-        return max(0, epochs) * min(self._evaluations) * len(self._evaluations) / self._epochs
 
-
-class PlainConsole(BaseObserver):
+class PlainConsole(Observer):
     """Logs a line per logged step, at most every two seconds, and one per epoch.
 
     Launchers put a prefix such as ``[1,0]<stdout>:`` before each line, so no line is ever overwritten.
@@ -194,28 +187,22 @@ class Frame:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Render within the available width."""
-        where = fitting(self._where(), options.max_width)
+        epoch = self._info.epoch_of(self.step) + 1
+        parts = [
+            f"step {wording.count_of(self.step, self._info.total_steps)}",
+            f"epoch {wording.count_of(epoch, self._info.epochs)}",
+            *([] if self.finished else [f"ETA {wording.duration(self.remaining)}"]),
+        ]
+        where = fitting(parts, options.max_width)
         bar = min(40, options.max_width - len(where) - 3)
         if bar >= 8:
             yield ProgressBar(self._info.total_steps, self.step, width=bar)
             where = "  " + where
         yield Text(where, no_wrap=True)
-        yield Text(fitting(self._figures(), options.max_width), no_wrap=True)
-
-    def _where(self) -> list[str]:
-        epoch = self._info.epoch_of(self.step) + 1
-        parts = [
-            f"step {wording.count_of(self.step, self._info.total_steps)}",
-            f"epoch {wording.count_of(epoch, self._info.epochs)}",
-        ]
-        return parts if self.finished else parts + [f"ETA {wording.duration(self.remaining)}"]
-
-    def _figures(self) -> list[str]:
-        if not self.trained:
-            return ["waiting for the first figures"]
         # Loss and first metric of training and validation come first, for narrow terminals.
-        figures = self.trained[:2] + self.evaluated[1:2] + self.evaluated[:1]
-        return [*wording.formatted(figures), self.speed]
+        figures = wording.formatted(self.trained[:2] + self.evaluated[1:2] + self.evaluated[:1])
+        shown = [*figures, self.speed] if self.trained else ["waiting for the first figures"]
+        yield Text(fitting(shown, options.max_width), no_wrap=True)
 
 
 def fitting(parts: Iterable[str], width: int) -> str:
@@ -229,29 +216,28 @@ def fitting(parts: Iterable[str], width: int) -> str:
     return line
 
 
-class LiveDisplay(BaseObserver):
-    """Draws a progress bar with the latest figures under it; other output scrolls by above.
+class LiveDisplay(PlainConsole):
+    """Draws a progress bar with the latest figures under it; lines of epochs and other output scroll by above.
 
     The columns of `rich.progress` are not used: their estimate of the remaining time includes compiling and
     evaluations, and what does not fit the width is wrapped.
     """
 
-    output = "standard output"
-
     def __init__(
         self, stream: TextIO, *, console: Console | None = None, clock: Callable[[], float] = time.perf_counter
     ) -> None:
+        super().__init__(min_seconds=None, clock=clock)
         self._console = console or Console(file=stream, highlight=False)
-        self._clock = clock
         self._live: Live | None = None
         self._next_draw = 0.0
 
     def on_start(self, info: RunInfo) -> None:
-        self._pace, self._frame, self._last = Pace(info=info), Frame(info), info.total_steps
+        self._frame = Frame(info)
         # Standard error may be redirected to a file: leave it alone.
         self._live = Live(self._frame, console=self._console, auto_refresh=False, redirect_stderr=sys.stderr.isatty())
         self._live.start(refresh=True)
         self._console.show_cursor(True)  # a killed run could not show it again
+        super().on_start(info)
 
     def on_progress(self, step: int) -> None:
         now = self._clock()
@@ -263,20 +249,18 @@ class LiveDisplay(BaseObserver):
             self._next_draw = now + max(MIN_SECONDS_BETWEEN_DRAWS, (self._clock() - now) / LARGEST_SHARE)
 
     def on_step(self, record: StepRecord) -> None:
-        self._pace.logged(record)
+        super().on_step(record)
         self._frame.trained = wording.step_figures(record)
         self._frame.speed = wording.rate(record.samples_per_second)
 
     def on_evaluation(self, record: EvaluationRecord) -> None:
-        self._pace.evaluated(record.seconds)
+        super().on_evaluation(record)
         self._frame.evaluated = wording.evaluation_figures(record)
 
-    def on_epoch(self, record: EpochRecord) -> None:
-        self._pace.epoch()
-
     def on_end(self, summary: Mapping[str, Any]) -> None:
-        self._frame.step, self._frame.finished = self._last, True
+        self._frame.step, self._frame.finished = self._info.total_steps, True
         self.close()
+        super().on_end(summary)
 
     def close(self) -> None:
         """Stop the display; its last state stays on the terminal."""

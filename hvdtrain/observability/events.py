@@ -1,4 +1,4 @@
-"""The records that training emits, and the Protocol of observers that receive them.
+"""The records that training emits, and the observers that receive them.
 
 In every record epochs count from 0, and steps count finished ones: after the first optimizer step ``step`` is 1 and
 ``epoch`` is 0. Displays add one to the epoch.
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from hvdtrain.config.errors import in_script
 from hvdtrain.config.parallel import DATA_AXES
@@ -146,12 +146,13 @@ class EpochRecord:
     """Loss and metrics over its samples, then those of its evaluation with the prefix ``val_``."""
 
 
-class Observer(Protocol):
-    """Receives the events of a run, on the primary only, in the order of the methods below."""
+class Observer:
+    """Receives the events of a run, on rank 0 only, in the order of the methods below; ignores those not overridden."""
 
     @property
     def output(self) -> str:
         """What it writes, in words."""
+        return type(self).__name__
 
     def on_start(self, info: RunInfo) -> None:
         """Receive the facts about the run, before its first step."""
@@ -178,39 +179,7 @@ class Observer(Protocol):
         """Release files and terminal; called once, also if training failed."""
 
 
-class BaseObserver:
-    """An observer that ignores all events; override the methods of interest."""
-
-    @property
-    def output(self) -> str:
-        return type(self).__name__
-
-    def on_start(self, info: RunInfo) -> None:
-        """Ignore the start."""
-
-    def on_progress(self, step: int) -> None:
-        """Ignore a finished step."""
-
-    def on_step(self, record: StepRecord) -> None:
-        """Ignore a logged step."""
-
-    def on_evaluation(self, record: EvaluationRecord) -> None:
-        """Ignore an evaluation."""
-
-    def on_epoch(self, record: EpochRecord) -> None:
-        """Ignore the end of an epoch."""
-
-    def on_message(self, text: str) -> None:
-        """Ignore a message."""
-
-    def on_end(self, summary: Mapping[str, Any]) -> None:
-        """Ignore the end."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class Observers(BaseObserver):
+class Observers(Observer):
     """Several observers as one.
 
     One that can no longer write, to a pipe that nobody reads or a full disk, is left out from then on, with a warning:
@@ -276,5 +245,5 @@ class Observers(BaseObserver):
 def _progress_listeners(observers: Iterable[Observer]) -> Iterable[Callable[[int], None]]:
     """Return the ``on_progress`` methods that are overridden."""
     for observer in observers:
-        if getattr(type(observer), "on_progress", None) is not BaseObserver.on_progress:
+        if getattr(type(observer), "on_progress", None) is not Observer.on_progress:
             yield observer.on_progress

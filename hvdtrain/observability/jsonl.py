@@ -3,7 +3,7 @@
 import errno
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields
 from io import FileIO
@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.config.errors import DataError
-from hvdtrain.observability.events import BaseObserver, EpochRecord, EvaluationRecord, RunInfo, StepRecord
+from hvdtrain.observability.events import EpochRecord, EvaluationRecord, Observer, RunInfo, StepRecord
 from hvdtrain.observability.summary import json_safe, replace_file
 from hvdtrain.runtime.logs import LOGGER
 
 
-class JsonlWriter(BaseObserver):
+class JsonlWriter(Observer):
     """Writes each record as a line, at once and whole.
 
     Where a line cannot be written, as on a full disk, it is left out with a warning: training goes on. A file that was
@@ -37,7 +37,8 @@ class JsonlWriter(BaseObserver):
 
     def on_start(self, info: RunInfo) -> None:
         """Open the file, keeping its records up to the step that this run resumes from."""
-        kept = records_until(self._path, info.start_step)
+        kept = read_metrics(self._path) if info.start_step and self._path.exists() else []
+        kept = [record for record in kept if record["step"] <= info.start_step]
         replace_file(self._path, "".join(map(_line, kept)))
         self._file = self._path.open("ab", buffering=0)
 
@@ -66,7 +67,10 @@ class JsonlWriter(BaseObserver):
                     file.truncate(end)
                 raise
         except OSError as error:
-            self._warn(error)
+            if not self._warned:
+                self._warned = True
+                why = f"{self._path} cannot be written: {error.strerror}"
+                LOGGER.warning(f"{why}. Records are missing from it, and training goes on.")
 
     def _file_at_its_place(self) -> FileIO:
         """Return the open file, or a new one if it was removed.
@@ -87,13 +91,6 @@ class JsonlWriter(BaseObserver):
             return new
         raise OSError(errno.EEXIST, "another file is in its place")
 
-    def _warn(self, error: OSError) -> None:
-        """Say once that records are missing."""
-        if not self._warned:
-            self._warned = True
-            why = f"{self._path} cannot be written: {error.strerror}"
-            LOGGER.warning(f"{why}. Records are missing from it, and training goes on.")
-
 
 def flat_record(kind: str, record: StepRecord | EvaluationRecord) -> dict[str, Any]:
     """Return `record` as a flat dict; a metric with the name of a field becomes ``metric_…``."""
@@ -105,13 +102,6 @@ def flat_record(kind: str, record: StepRecord | EvaluationRecord) -> dict[str, A
     return own | {f"metric_{name}" if name in own else name: value for name, value in metrics.items()}
 
 
-def records_until(path: Path, step: int) -> list[dict[str, Any]]:
-    """Return the records in `path` up to and including `step`; none if the file does not exist."""
-    if step == 0 or not path.exists():
-        return []
-    return [record for record in read_metrics(path) if record["step"] <= step]
-
-
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """Read a metrics.jsonl.
 
@@ -120,23 +110,16 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     Raises:
         DataError: any other line is not a JSON object.
     """
-    lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    return list(parsed_lines(path, (line for line in lines if line.endswith("\n"))))
-
-
-def parsed_lines(path: str | Path, lines: Iterable[str]) -> Iterable[dict[str, Any]]:
-    """Return the records in `lines` of `path`.
-
-    Raises:
-        DataError: one is not a JSON object.
-    """
+    *lines, _ = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
+    records = []
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
             record["kind"], record["step"]
         except (ValueError, TypeError, KeyError):
             raise DataError(f"{path}, line {number}: not a record of a training run: {line.strip()[:80]}") from None
-        yield record
+        records.append(record)
+    return records
 
 
 def _line(record: Mapping[str, Any]) -> str:

@@ -69,51 +69,27 @@ def smoothed(values: Floats) -> Floats:
 
 
 def _draw_panel(axes: Any, records: Records, name: str) -> None:
-    training, validation = curve(records, "step", name), curve(records, "evaluation", name)
-    _draw_training(axes, *training)
-    _draw_validation(axes, *validation)
-    _scale(axes, name, np.concatenate([training[1], validation[1]]))
-    _style(axes, name)
-    _mark_epochs(axes, records)
-
-
-def _draw_training(axes: Any, steps: Floats, values: Floats) -> None:
-    if not np.isfinite(values).any():
-        return
-    marker = "o" if len(values) == 1 else ""
-    if len(values) > 60:
-        axes.plot(steps, values, color=TRAINING, alpha=0.3, linewidth=0.8)
-        values = smoothed(values)
-    axes.plot(steps, values, color=TRAINING, linewidth=1.6, marker=marker, label="training")
-
-
-def _draw_validation(axes: Any, steps: Floats, values: Floats) -> None:
-    if not np.isfinite(values).any():
-        return
-    marker = "o" if len(values) <= 40 else ""
-    axes.plot(steps, values, color=VALIDATION, linewidth=1.8, marker=marker, markersize=4, label="validation")
-    if np.isfinite(values[-1]):
-        axes.annotate(
-            f"{values[-1]:.4g}",
-            (steps[-1], values[-1]),
-            xytext=(7, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=9,
-            color=VALIDATION,
-        )
-
-
-def _scale(axes: Any, name: str, values: Floats) -> None:
-    """Use a logarithmic axis for a loss that fell far, and end an accuracy's axis at 1."""
-    values = values[np.isfinite(values)]
-    if name == "loss" and len(values) and values.min() > 0 and values.max() / values.min() > 20:
+    (steps, values), (evaluated, validation) = curve(records, "step", name), curve(records, "evaluation", name)
+    if np.isfinite(values).any():
+        marker = "o" if len(values) == 1 else ""
+        if len(values) > 60:
+            axes.plot(steps, values, color=TRAINING, alpha=0.3, linewidth=0.8)
+        shown = smoothed(values) if len(values) > 60 else values
+        axes.plot(steps, shown, color=TRAINING, linewidth=1.6, marker=marker, label="training")
+    if np.isfinite(validation).any():
+        marker = "o" if len(validation) <= 40 else ""
+        style = {"color": VALIDATION, "linewidth": 1.8, "marker": marker, "markersize": 4}
+        axes.plot(evaluated, validation, label="validation", **style)
+        if np.isfinite(validation[-1]):
+            place: dict[str, Any] = {"xytext": (7, 0), "textcoords": "offset points", "va": "center"}
+            last = (evaluated[-1], validation[-1])
+            axes.annotate(f"{validation[-1]:.4g}", last, fontsize=9, color=VALIDATION, **place)
+    both = np.concatenate([values, validation])
+    both = both[np.isfinite(both)]
+    if name == "loss" and len(both) and both.min() > 0 and both.max() / both.min() > 20:
         axes.set_yscale("log")
-    elif "accuracy" in name and len(values) and values.max() <= 1:
+    elif "accuracy" in name and len(both) and both.max() <= 1:
         axes.set_ylim(top=1.02)
-
-
-def _style(axes: Any, name: str) -> None:
     axes.set_title(name.replace("_", " "), loc="left", color=INK, fontsize=12, y=1.0, pad=20)
     axes.set_xlabel("step", color=INK, fontsize=9)
     axes.grid(True, color=GRID, linewidth=0.7)
@@ -125,18 +101,12 @@ def _style(axes: Any, name: str) -> None:
         spine.set_color("#bbbbbb")
     if axes.get_legend_handles_labels()[1]:
         axes.legend(frameon=False, fontsize=9, labelcolor=INK)
-
-
-def _mark_epochs(axes: Any, records: Records) -> None:
-    """Add an axis of epochs on top, if the evaluations reveal the steps per epoch."""
-    steps = steps_per_epoch(record for record in records if record["kind"] == "evaluation")
-    if steps is None:
-        return
-    top = axes.secondary_xaxis("top", functions=(lambda step: step / steps, lambda epoch: epoch * steps))
-    top.set_xlabel("epoch", color=INK, fontsize=9, loc="right")
-    top.tick_params(colors=INK, labelsize=9, length=0)
-    top.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
-    top.spines["top"].set_visible(False)
+    if epoch := steps_per_epoch(record for record in records if record["kind"] == "evaluation"):
+        top = axes.secondary_xaxis("top", functions=(lambda step: step / epoch, lambda number: number * epoch))
+        top.set_xlabel("epoch", color=INK, fontsize=9, loc="right")
+        top.tick_params(colors=INK, labelsize=9, length=0)
+        top.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+        top.spines["top"].set_visible(False)
 
 
 def steps_per_epoch(evaluations: Iterable[dict[str, Any]]) -> float | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from hvdtrain.config.errors import ConfigError, on_command_line
 from hvdtrain.config.observability import LOOPBACK
-from hvdtrain.observability.events import BaseObserver, EpochRecord, EvaluationRecord, RunInfo, StepRecord
+from hvdtrain.observability.events import EpochRecord, EvaluationRecord, Observer, RunInfo, StepRecord
 from hvdtrain.observability.wording import with_loss
 from hvdtrain.runtime.logs import LOGGER
 
@@ -40,7 +40,7 @@ HELP = {
 COUNTERS = ("exchange_bytes", "samples")
 
 
-class PrometheusExporter(BaseObserver):
+class PrometheusExporter(Observer):
     """Serves the latest figures of a run at `/metrics`, from threads of the client library.
 
     Args:
@@ -68,7 +68,14 @@ class PrometheusExporter(BaseObserver):
         try:
             self._server, self._thread = prometheus_client.start_http_server(port, host, registry)
         except OSError as error:
-            raise ConfigError(_refusal(host, port, error)) from error
+            if error.errno == errno.EADDRINUSE:
+                advice = "is taken by another program on this host. Name another port; 0 takes any that is free."
+                raise ConfigError(f"--metrics-port {port} {advice}") from error
+            why = error.strerror or os.strerror(error.errno or errno.EINVAL)
+            raise ConfigError(
+                f"--metrics-host {host} --metrics-port {port}: nothing can listen there ({why}). Name another address "
+                "or port."
+            ) from error
         self._thread.name = "hvdtrain-metrics"
 
     @property
@@ -139,7 +146,7 @@ class PrometheusExporter(BaseObserver):
                 yield family
 
 
-def open_exporter(port: int, host: str, extra: Extra, *, again: bool = False) -> BaseObserver:
+def open_exporter(port: int, host: str, extra: Extra, *, again: bool = False) -> Observer:
     """Return the exporter of a run, and log its URL.
 
     Args:
@@ -157,19 +164,7 @@ def open_exporter(port: int, host: str, extra: Extra, *, again: bool = False) ->
         if not again:
             raise
         LOGGER.warning(f"{on_command_line(error.message)} Training goes on without it.")
-        return BaseObserver()
+        return Observer()
     open_to = "" if host in LOCAL else ", open to whoever reaches this host"
     LOGGER.info(f"figures for Prometheus at {exporter.output}{open_to}")
     return exporter
-
-
-def _refusal(host: str, port: int, error: OSError) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return (
-            f"--metrics-port {port} is taken by another program on this host. Name another port; 0 takes any that is "
-            "free."
-        )
-    why = error.strerror or os.strerror(error.errno or errno.EINVAL)
-    return (
-        f"--metrics-host {host} --metrics-port {port}: nothing can listen there ({why}). Name another address or port."
-    )

@@ -1,19 +1,20 @@
 """TensorBoard event files."""
 
 import errno
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hvdtrain.observability.events import BaseObserver, EvaluationRecord, StepRecord
+from hvdtrain.observability.events import EvaluationRecord, Observer, StepRecord
 from hvdtrain.observability.jsonl import flat_record
 
 _NO_CURVE = {"kind", "step", "epoch"}
 
 
-class TensorBoardWriter(BaseObserver):
+class TensorBoardWriter(Observer):
     """Writes the curves of a run to ``folder/train`` and ``folder/validation``.
 
     Training and validation values share tags, so that TensorBoard draws them in one chart. TensorFlow is imported with
@@ -32,39 +33,36 @@ class TensorBoardWriter(BaseObserver):
     def on_evaluation(self, record: EvaluationRecord) -> None:
         """Write validation loss and metrics, and flush."""
         self._write("validation", record)
-        for writer in self._writers.values():
-            self._attempt(writer.flush)
+        with self._files_errors():
+            for writer in self._writers.values():
+                writer.flush()
 
     def close(self) -> None:
         """Close the event files."""
-        for writer in self._writers.values():
-            self._attempt(writer.close)
+        with self._files_errors():
+            for writer in self._writers.values():
+                writer.close()
 
     def _write(self, run: str, record: StepRecord | EvaluationRecord) -> None:
-        self._attempt(lambda: self._draw(run, record))
+        import tensorflow as tf
 
-    def _attempt(self, act: Callable[[], object]) -> None:
-        """Call `act`, whose errors are those of files.
+        with self._files_errors():
+            if run not in self._writers or not (self._folder / run).is_dir():
+                self._writers[run] = tf.summary.create_file_writer(str(self._folder / run))
+            with self._writers[run].as_default(record.step):
+                for tag, value in flat_record(run, record).items():
+                    for curve, each in curves_of(tag, value).items():
+                        tf.summary.scalar(curve, each)
 
-        Raises:
-            OSError: the event files cannot be written.
-        """
+    @contextmanager
+    def _files_errors(self) -> Iterator[None]:
+        """Raise TensorFlow's errors as those of files."""
         import tensorflow as tf
 
         try:
-            act()
+            yield
         except tf.errors.OpError as error:
             raise OSError(errno.EIO, f"{self._folder} cannot be written: {error.message}") from error
-
-    def _draw(self, run: str, record: StepRecord | EvaluationRecord) -> None:
-        import tensorflow as tf
-
-        if run not in self._writers or not (self._folder / run).is_dir():
-            self._writers[run] = tf.summary.create_file_writer(str(self._folder / run))
-        with self._writers[run].as_default(record.step):
-            for tag, value in flat_record(run, record).items():
-                for curve, each in curves_of(tag, value).items():
-                    tf.summary.scalar(curve, each)
 
 
 def curves_of(tag: str, value: Any) -> dict[str, Any]:

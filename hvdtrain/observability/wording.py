@@ -99,7 +99,8 @@ def header(info: RunInfo) -> list[tuple[str, str]]:
         ("steps", _steps(info)),
     ]
     if info.options:
-        lines.append(("options", ", ".join(_option(name, value) for name, value in info.options.items())))
+        options = (name if value is True else f"{name} {value}" for name, value in info.options.items())
+        lines.append(("options", ", ".join(options)))
     return lines + ([("run folder", str(info.run_dir))] if info.run_dir else [])
 
 
@@ -119,22 +120,13 @@ def _batch(info: RunInfo) -> str:
     if info.roles:
         parts.append("each by one worker")
     elif info.replicas > 1:
-        parts.append(f"{_share(info)} per {info.replica_word}")
+        share, even = info.per_replica_batch, info.global_batch % info.replicas == 0
+        parts.append(f"{share:,}{'' if even else f' or {share + 1:,}'} per {info.replica_word}")
     if info.accumulate > 1:
         parts.append(f"in {info.accumulate} microbatches of {info.microbatch:,}")
     if info.learning_rate:
         parts.append(f"learning rate {info.learning_rate}")
     return ", ".join(parts)
-
-
-def _share(info: RunInfo) -> str:
-    """Format the samples of a replica, of which some may have one more than others."""
-    even = info.global_batch % info.replicas == 0
-    return f"{info.per_replica_batch:,}" if even else f"{info.per_replica_batch:,} or {info.per_replica_batch + 1:,}"
-
-
-def _option(name: str, value: Any) -> str:
-    return name if value is True else f"{name} {value}"
 
 
 def _steps(info: RunInfo) -> str:
@@ -175,13 +167,9 @@ def slow_rank(slow: Mapping[str, Any] | None) -> str:
 
 
 def _named(summary: Mapping[str, Any], names: Iterable[str]) -> str:
-    known = [(name, summary[name]) for name in names if _is_known(summary.get(name))]
+    values = {name: summary.get(name) for name in names}
+    known = [(name, value) for name, value in values.items() if value is not None and not math.isnan(value)]
     return ", ".join(f"{name.partition('_')[2]} {number(value)}" for name, value in known)
-
-
-def _is_known(value: float | None) -> bool:
-    """Whether a figure was formed; NaN is the mean of nothing."""
-    return value is not None and not math.isnan(value)
 
 
 def _time(summary: Mapping[str, Any]) -> str:

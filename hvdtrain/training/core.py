@@ -15,7 +15,7 @@ from hvdtrain.config.registry import resolve
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.data.streams.dataset_batches import DatasetTraining
-from hvdtrain.observability.events import BaseObserver, Observer, RunInfo
+from hvdtrain.observability.events import Observer, RunInfo
 from hvdtrain.optim.averaging import averages_weights
 from hvdtrain.optim.precision import precision, with_loss_scaling
 from hvdtrain.parallel.pipeline.stage import PipelineStage
@@ -219,7 +219,7 @@ class TrainerCore:
             data,
             plan=plan,
             validation=validation,
-            observers=observers or BaseObserver(),
+            observers=observers or Observer(),
             info=info,
             save=save,
             callbacks=callbacks,

@@ -10,7 +10,7 @@ from hvdtrain.compat.keras_variables import rate_or_schedule
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.observability.console import make_console
-from hvdtrain.observability.events import BaseObserver, Observer, RunInfo
+from hvdtrain.observability.events import Observer, RunInfo
 from hvdtrain.observability.wording import figures_of, formatted, joined
 from hvdtrain.optim.averaging import innermost
 from hvdtrain.runtime.logs import PROGRESS, on_terminal
@@ -51,7 +51,7 @@ def console_for(backend: Backend, verbose: str | int = "auto") -> Observer:
     """
     check_verbose(verbose)
     if not backend.primary or not verbose:
-        return BaseObserver()
+        return Observer()
     if verbose == 2:
         return make_console(live=False, steps=False)
     return make_console(live=on_terminal(current().environment))

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from hvdtrain.observability import wording
 from hvdtrain.observability.console import Frame, LiveDisplay, PlainConsole, fitting, make_console
-from hvdtrain.observability.events import BaseObserver, EpochRecord, EvaluationRecord, RunInfo, StepRecord
+from hvdtrain.observability.events import EpochRecord, EvaluationRecord, Observer, RunInfo, StepRecord
 
 
 def run_info(**changes: object) -> RunInfo:
@@ -97,7 +97,7 @@ def plain(stream: Stream, clock: Clock) -> PlainConsole:
     return PlainConsole(say=lambda line: print(line, file=stream), clock=clock)
 
 
-def take_steps(console: BaseObserver, clock: Clock, steps: range, seconds: float) -> None:
+def take_steps(console: Observer, clock: Clock, steps: range, seconds: float) -> None:
     for number in steps:
         clock.now += seconds
         console.on_progress(number)

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.observability import ObservabilityConfig
-from hvdtrain.observability.events import BaseObserver, EpochRecord, EvaluationRecord, RunInfo, StepRecord
+from hvdtrain.observability.events import EpochRecord, EvaluationRecord, Observer, RunInfo, StepRecord
 from hvdtrain.observability.prometheus import PrometheusExporter, open_exporter
 
 INFO = RunInfo(
@@ -101,7 +101,7 @@ def test_a_taken_port_is_refused_at_the_start_and_passed_over_in_a_later_world(e
     port = exporter._server.server_address[1]
     with pytest.raises(ConfigError, match=f"--metrics-port {port} is taken by another program on this host"):
         open_exporter(port, "127.0.0.1", dict)
-    assert type(open_exporter(port, "127.0.0.1", dict, again=True)) is BaseObserver
+    assert type(open_exporter(port, "127.0.0.1", dict, again=True)) is Observer
     assert (
         "is taken by another program on this host. Name another port; 0 takes any that is free. Training goes on"
         in (capfd.readouterr().err)

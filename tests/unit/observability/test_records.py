@@ -17,7 +17,7 @@ import pytest
 
 from hvdtrain.config.errors import DataError
 from hvdtrain.observability.console import PlainConsole
-from hvdtrain.observability.events import BaseObserver, EpochRecord, EvaluationRecord, Observers, RunInfo, StepRecord
+from hvdtrain.observability.events import EpochRecord, EvaluationRecord, Observer, Observers, RunInfo, StepRecord
 from hvdtrain.observability.jsonl import JsonlWriter, read_metrics
 from hvdtrain.observability.summary import median_p90, write_json
 
@@ -173,7 +173,7 @@ def test_median_p90() -> None:
     assert median_p90([]) == {"median": None, "p90": None}
 
 
-class Recorder(BaseObserver):
+class Recorder(Observer):
     def __init__(self, log: list[str], fails: bool = False) -> None:
         self.log, self.fails = log, fails
 
@@ -191,7 +191,7 @@ class Recorder(BaseObserver):
 
 def test_several_observers_hear_the_same() -> None:
     log: list[str] = []
-    observers = Observers([Recorder(log), BaseObserver(), Recorder(log)])
+    observers = Observers([Recorder(log), Observer(), Recorder(log)])
     observers.on_start(run_info())
     observers.on_progress(3)
     observers.on_message("hello")
@@ -212,7 +212,7 @@ class FullDisk(io.StringIO):
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
-class Curves(BaseObserver):
+class Curves(Observer):
     """Draws to a disk that is full from the first epoch on."""
 
     output = "curves.png"
@@ -239,7 +239,7 @@ def test_one_that_can_no_longer_write_is_left_out_with_a_warning(capsys: pytest.
 
 
 def test_progress_costs_next_to_nothing(tmp_path: Path) -> None:
-    observers = Observers([JsonlWriter(tmp_path / "metrics.jsonl"), BaseObserver()])
+    observers = Observers([JsonlWriter(tmp_path / "metrics.jsonl"), Observer()])
     best = min(_seconds_per_call(observers) for _ in range(5))
     assert best < 2e-6
 

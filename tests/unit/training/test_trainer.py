@@ -8,7 +8,7 @@ import tensorflow as tf
 from hvdtrain.backends.single import SingleBackend
 from hvdtrain.config.errors import ConfigError, DataError, NonFiniteError
 from hvdtrain.data.arrays import ArraySource
-from hvdtrain.observability.events import BaseObserver
+from hvdtrain.observability.events import Observer
 from hvdtrain.runtime.session import current
 from hvdtrain.training.inputs import training_data, validation_batches
 from hvdtrain.training.loop.loop import Plan
@@ -344,7 +344,7 @@ def test_evaluation_changes_nothing():
 # -- what observers are told --
 
 
-class Notes(BaseObserver):
+class Notes(Observer):
     def __init__(self):
         self.steps, self.evaluations, self.progress, self.info = [], [], [], None
 
@@ -547,7 +547,7 @@ def test_what_happens_after_a_step_has_an_order():
     """Logged first, so that nothing that is not finite is evaluated or saved; saved last."""
     happened = []
 
-    class Notes(BaseObserver):
+    class Notes(Observer):
         def on_step(self, record):
             happened.append(f"logged {record.step}")
 

@@ -11,7 +11,7 @@ from hvdtrain.backends.select import current_exchange
 from hvdtrain.backends.single import NoOpCollectives, SingleBackend
 from hvdtrain.config.errors import ConfigError, DataError, LaunchError, NonFiniteError
 from hvdtrain.layers.recompute import Recompute
-from hvdtrain.observability.events import BaseObserver
+from hvdtrain.observability.events import Observer
 from hvdtrain.runtime.session import current
 from hvdtrain.runtime.strategies import Roles
 from hvdtrain.training.inputs import training_data
@@ -91,7 +91,7 @@ def falling_adam():
     return keras.optimizers.Adam(rate, use_ema=True, weight_decay=0.01)
 
 
-class Rates(BaseObserver):
+class Rates(Observer):
     def __init__(self):
         self.rates = []
 

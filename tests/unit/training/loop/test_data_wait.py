@@ -16,7 +16,7 @@ from hvdtrain.config.data import DataConfig
 from hvdtrain.data.pipeline import SourceTraining
 from hvdtrain.data.streams.dataset_batches import DatasetTraining
 from hvdtrain.data.streams.python_batches import GeneratorTraining, PyDatasetTraining
-from hvdtrain.observability.events import BaseObserver
+from hvdtrain.observability.events import Observer
 from hvdtrain.runs.run_data import waiting_advice
 from hvdtrain.training.inputs import training_data
 from hvdtrain.training.loop import clock
@@ -180,7 +180,7 @@ def slow_data(count):
     return tf.data.Dataset.range(count).map(batch)
 
 
-class Told(BaseObserver):
+class Told(Observer):
     """Notes the steps after which something was said."""
 
     def __init__(self):

@@ -9,7 +9,7 @@ import pytest
 
 from hvdtrain.config.checkpoint import Checkpoint
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.observability.events import BaseObserver, Observers
+from hvdtrain.observability.events import Observer, Observers
 from hvdtrain.observability.jsonl import JsonlWriter
 from hvdtrain.observability.tensorboard import curves_of
 from hvdtrain.observability.wording import step_figures
@@ -190,7 +190,7 @@ def test_one_metric_object_may_be_listed_twice():
     assert outcome["weighted_right"] == pytest.approx(np.average(right, weights=WEIGHTS))
 
 
-class Notes(BaseObserver):
+class Notes(Observer):
     def __init__(self):
         self.steps, self.epochs = [], []
 

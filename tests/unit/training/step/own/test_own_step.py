@@ -10,7 +10,7 @@ import tensorflow as tf
 from hvdtrain.checkpoint.checkpointer import Checkpointer
 from hvdtrain.config.errors import ConfigError, NonFiniteError
 from hvdtrain.gradients.distributed_optimizer import DistributedOptimizer
-from hvdtrain.observability.events import BaseObserver
+from hvdtrain.observability.events import Observer
 from hvdtrain.observability.jsonl import flat_record
 from hvdtrain.state.optimizers import optimizers_of
 from hvdtrain.state.structure import structure_of
@@ -263,7 +263,7 @@ def test_a_model_may_be_compiled_without_a_main_optimizer():
 # -- what is reported --
 
 
-class Records(BaseObserver):
+class Records(Observer):
     def __init__(self):
         self.steps = []
 
