@@ -5,11 +5,10 @@ import os
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from hvdtrain.cli.parser import Parser
@@ -65,18 +64,17 @@ def main(argv: list[str]) -> int:
     for option in ("write", "all"):
         if getattr(options, option):
             parser.error(f"--{option} is about scripts: name them with --script PATH.")
-    checks = _on_terminal() if sys.stdout.isatty() else _in_plain_text()
+    checks, console = [], Console(highlight=False)
+    with console.status("checking") if console.is_terminal else nullcontext() as status:
+        for check in diagnose(lambda what: status.update(f"{what} ...") if status else None):
+            checks.append(check)
+            text = Text("\n".join(plain_lines(check)))
+            text.stylize(_STYLES[check.status], 0, len(check.status))
+            console.print(text, soft_wrap=True)
+    counts = Counter(check.status for check in checks)
+    words = {"failed": "failed", "warning": "to look at", "ok": "ok"}
+    print(", ".join(f"{counts[status]} {word}" for status, word in words.items() if counts[status]))
     return 1 if any(check.status == "failed" for check in checks) else 0
-
-
-def _in_plain_text() -> list[Check]:
-    """Print each check as soon as it finishes."""
-    checks = []
-    for check in diagnose():
-        checks.append(check)
-        print("\n".join(plain_lines(check)), flush=True)
-    print(verdict(checks))
-    return checks
 
 
 def plain_lines(check: Check) -> list[str]:
@@ -95,37 +93,6 @@ def _wrapped(text: str, indent: str = "") -> list[str]:
         for line in textwrap.wrap(part, width, initial_indent=indent, break_long_words=False, break_on_hyphens=False)
         or [""]
     ]
-
-
-def _on_terminal() -> list[Check]:
-    """Show the running check, then the table."""
-    console = Console(highlight=False)
-    with console.status("checking") as status:
-        checks = list(diagnose(lambda what: status.update(f"{what} ...")))
-    console.print(table(checks))
-    console.print(verdict(checks))
-    return checks
-
-
-def table(checks: Iterable[Check]) -> Table:
-    """Format all checks as a table, each with its fix below."""
-    grid = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
-    grid.add_column(no_wrap=True)
-    grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold")
-    for check in checks:
-        found = Text(check.detail)
-        if check.fix:
-            found.append(f"\nfix: {check.fix}", style="bold")
-        grid.add_row(Text(check.status, style=_STYLES[check.status]), Text(check.name), found)
-    return grid
-
-
-def verdict(checks: Iterable[Check]) -> str:
-    """Summarize the outcome in a line."""
-    counts = Counter(check.status for check in checks)
-    words = [f"{counts['failed']} failed", f"{counts['warning']} to look at", f"{counts['ok']} ok"]
-    return ", ".join(word for word in words if not word.startswith("0 "))
 
 
 # -- env --
