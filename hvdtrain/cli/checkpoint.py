@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.filesize import decimal
+
 from hvdtrain.checkpoint import index
 from hvdtrain.checkpoint.naming import checkpoints_at, numbered
 from hvdtrain.checkpoint.selection import damaged_ones
@@ -112,10 +114,10 @@ def _row(path: Path) -> list[str]:
     try:
         found = index.read_index(path)
     except CheckpointError as error:
-        return [path.name.removeprefix("step-").lstrip("0"), "", "", _bytes(size), on_command_line(error.message)]
+        return [path.name.removeprefix("step-").lstrip("0"), "", "", decimal(size), on_command_line(error.message)]
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.saved_at))
     scalars = found.scalars
-    return [str(scalars.get("step", "")), str(scalars.get("epoch", "")), when, _bytes(size), _remark(scalars)]
+    return [str(scalars.get("step", "")), str(scalars.get("epoch", "")), when, decimal(size), _remark(scalars)]
 
 
 def _remark(scalars: Mapping[str, Any]) -> str:
@@ -123,14 +125,6 @@ def _remark(scalars: Mapping[str, Any]) -> str:
     if not best or best.get("step") != scalars.get("step"):
         return ""
     return f"best so far: {best['metric']} {best['value']:.4f}"
-
-
-def _bytes(size: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} TB"
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -3,7 +3,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,11 +11,13 @@ from typing import TextIO, get_args
 
 from hvdtrain.cli.parser import Parser, pairs, positive, shows_help
 from hvdtrain.cli.running import run_on_all_ranks
+from hvdtrain.config.data import DataConfig
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.files import FilesRead, digest
 from hvdtrain.config.model import Scalar
 from hvdtrain.config.run import Config
 from hvdtrain.config.runtime import BackendName, RuntimeConfig
+from hvdtrain.config.sampling import Sampling
 from hvdtrain.runtime.control.agreement import on_first
 from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.session import Session
@@ -47,6 +49,17 @@ def _parser(verb: str, description: str, epilog: str) -> Parser:
     return parser
 
 
+def _run(
+    parser: Parser,
+    argv: list[str],
+    parse: Callable[[list[str], FilesRead], Request],
+    action: Callable[[Session, Request], None],
+) -> int:
+    if shows_help(parser, argv):
+        return 0
+    return run_on_all_ranks(lambda files: parse(argv, files), Request.described, action)
+
+
 # -- evaluate --
 
 OF_THE_SPLIT = ("validation", "validation_path")
@@ -63,9 +76,7 @@ evaluation.json holds the figures of the run's own validation data, and evaluati
 
 def evaluate(argv: list[str]) -> int:
     """Evaluate a run and return the exit code."""
-    if shows_help(_evaluate_parser(), argv):
-        return 0
-    return run_on_all_ranks(lambda files: parse_evaluate(argv, files), Request.described, _evaluate)
+    return _run(_evaluate_parser(), argv, parse_evaluate, _evaluate)
 
 
 def _evaluate_parser() -> Parser:
@@ -160,9 +171,7 @@ values that the model returns. On several ranks use --out: launchers may mark ea
 
 def predict(argv: list[str]) -> int:
     """Predict and return the exit code."""
-    if shows_help(_predict_parser(), argv):
-        return 0
-    return run_on_all_ranks(lambda files: parse_predict(argv, files), Request.described, _predict)
+    return _run(_predict_parser(), argv, parse_predict, _predict)
 
 
 def _predict_parser() -> Parser:
@@ -197,13 +206,7 @@ def parse_predict(argv: list[str], files: FilesRead | None = None) -> Request:
         raise ConfigError(f"--out takes the name of a file in a folder that exists. Received: {out}.")
     if arguments.top > 1 and arguments.probabilities and arguments.form == "csv":
         raise ConfigError("--probabilities holds all classes: leave out --top, or use --format jsonl.")
-    number = arguments.on_bad_record.removeprefix("skip:")
-    if arguments.on_bad_record == "raise":
-        arguments.tolerated = 0
-    elif number != arguments.on_bad_record and number.isdecimal() and int(number):
-        arguments.tolerated = int(number)
-    else:
-        raise ConfigError(f"--on-bad-record must be raise or skip:N. Received: {arguments.on_bad_record!r}.")
+    arguments.tolerated = DataConfig("", on_bad_record=arguments.on_bad_record).tolerated
     return Request(arguments, config, RuntimeConfig(), files)
 
 
@@ -233,7 +236,7 @@ def _predict(session: Session, request: Request) -> None:
     description = described(folder, "predict", request.files)
     samples = samples_from(tuple(arguments.paths), given, description.preprocessing, description.inputs)
     rows = RowFormat(arguments.form, arguments.top, arguments.probabilities)
-    with opened_output(arguments.out if session.world.primary else Path(os.devnull)) as out:
+    with opened_output(arguments.out if session.world.primary else None) as out:
         bad = predict(
             session,
             config=request.config,
@@ -258,9 +261,7 @@ The text is written as it comes, the prompt first. The same seed gives the same 
 
 def generate(argv: list[str]) -> int:
     """Generate text and return the exit code."""
-    if shows_help(_generate_parser(), argv):
-        return 0
-    return run_on_all_ranks(lambda files: parse_generate(argv, files), Request.described, _generate)
+    return _run(_generate_parser(), argv, parse_generate, _generate)
 
 
 def _generate_parser() -> Parser:
@@ -269,29 +270,13 @@ def _generate_parser() -> Parser:
     prompt.add_argument("--prompt", metavar="TEXT", help="the text to continue")
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="a file that holds it")
     add = parser.add_argument
-    add("--length", type=positive, default=200, metavar="N", help="tokens to generate (default: 200)")
+    add("--length", type=int, default=200, metavar="N", help="tokens to generate (default: 200)")
     heat = "below 1 likely tokens become likelier; 0 takes the likeliest (default: 0.8)"
-    add("--temperature", type=_temperature, default=0.8, metavar="T", help=heat)
-    add("--top-k", type=positive, metavar="K", help="draw from the K likeliest tokens (default: from all)")
-    add("--seed", type=_not_negative, default=0, metavar="S", help="seed of the draws (default: 0)")
+    add("--temperature", type=float, default=0.8, metavar="T", help=heat)
+    add("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens (default: from all)")
+    add("--seed", type=int, default=0, metavar="S", help="seed of the draws (default: 0)")
     add("--samples", type=positive, default=1, metavar="N", help="number of continuations (default: 1)")
     return parser
-
-
-def _temperature(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number of at least 0. Received: {text!r}.")
-    return value
-
-
-def _not_negative(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 0. Received: {text!r}.")
-    return int(text)
 
 
 def parse_generate(argv: list[str], files: FilesRead | None = None) -> Request:
@@ -302,6 +287,7 @@ def parse_generate(argv: list[str], files: FilesRead | None = None) -> Request:
     """
     files = files or FilesRead()
     arguments = _generate_parser().parse_args(argv)
+    arguments.sampling = Sampling(arguments.length, arguments.temperature, arguments.top_k, arguments.seed)
     config = _located_config(arguments.run_dir, "generate", files)
     file = arguments.prompt_file
     if file is not None:
@@ -319,7 +305,7 @@ def parse_generate(argv: list[str], files: FilesRead | None = None) -> Request:
 def _generate(session: Session, request: Request) -> None:
     from hvdtrain.runs.description import described
     from hvdtrain.runs.folder import RunFolder
-    from hvdtrain.runs.use.generate import Sampling, generate
+    from hvdtrain.runs.use.generate import generate
 
     arguments, folder = request.arguments, RunFolder(request.arguments.run_dir)
     generate(
@@ -328,7 +314,7 @@ def _generate(session: Session, request: Request) -> None:
         folder=folder,
         description=described(folder, "generate", request.files),
         prompt=arguments.prompt,
-        sampling=Sampling(arguments.length, arguments.temperature, arguments.top_k, arguments.seed),
+        sampling=arguments.sampling,
         write=Output(sys.stdout).write,
         samples=arguments.samples,
         checkpoint=arguments.checkpoint,
@@ -368,21 +354,14 @@ def opened_output(out: Path | None) -> Iterator[Output]:
     if out is None:
         yield Output(sys.stdout)
         return
-    if out == Path(os.devnull):
-        with out.open("w", encoding="utf-8") as nothing:
-            yield Output(nothing)
-        return
     draft = out.with_name(f".{out.name}.{os.getpid()}.draft")
     try:
-        with _created(draft, out) as file:
+        file = draft.open("w", encoding="utf-8", newline="")
+    except OSError as error:
+        raise ConfigError(f"--out {out} cannot be written: {error.strerror}.") from None
+    try:
+        with file:
             yield Output(file)
         os.replace(draft, out)
     finally:
         draft.unlink(missing_ok=True)
-
-
-def _created(draft: Path, out: Path) -> TextIO:
-    try:
-        return draft.open("w", encoding="utf-8", newline="")
-    except OSError as error:
-        raise ConfigError(f"--out {out} cannot be written: {error.strerror}.") from None

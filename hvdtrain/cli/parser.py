@@ -79,15 +79,9 @@ class Parser(argparse.ArgumentParser):
         """Add an argument, and note its flags in `options`."""
         return self._noted(super().add_argument(*names, **options))
 
-    def add_argument_group(self, title: str | None = None, description: str | None = None, **options: Any) -> Any:
-        """Add a group, whose description is filled."""
-        return self._noting(super().add_argument_group(title, description and _filled(description), **options))
-
     def add_mutually_exclusive_group(self, **options: Any) -> Any:
         """Add a group of arguments that exclude one another."""
-        return self._noting(super().add_mutually_exclusive_group(**options))
-
-    def _noting(self, group: Any) -> Any:
+        group: Any = super().add_mutually_exclusive_group(**options)
         add = group.add_argument
         group.add_argument = lambda *names, **options: self._noted(add(*names, **options))
         return group

@@ -276,7 +276,7 @@ def show_layout(config: Config, ranks: int) -> int:
     if ranks < 1:
         raise ConfigError(f"--dry-run takes a number of ranks. Received: {ranks}.")
     lines = layout(config, ranks)
-    from hvdtrain.runs.dry_start import check_start
+    from hvdtrain.runs.trainers import check_start
 
     check_start(config, ranks)
     print("\n".join(lines))

@@ -45,6 +45,12 @@ class RunDescription:
         """Shape of one input: a tuple, or a nest of them like the inputs."""
         return map_signature(lambda leaf: tuple(leaf["shape"]), self.inputs)
 
+    def zeros(self) -> Any:
+        """Return inputs of one sample that are all zeros."""
+        import numpy as np
+
+        return map_signature(lambda leaf: np.zeros([1, *leaf["shape"]], leaf["dtype"]), self.inputs)
+
     def name_of(self, label: int) -> str:
         """Return the name of a label, or its number if it has none."""
         names = self.preprocessing.class_names

@@ -1,7 +1,6 @@
 """The folder of a run: its files, creation and reopening."""
 
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.checkpoint import lock
@@ -12,71 +11,33 @@ from hvdtrain.config.run import Config
 RUNS = Path("runs")
 
 
-@dataclass(frozen=True)
 class RunFolder:
     """The files of one run."""
 
-    path: Path
-
-    @property
-    def config(self) -> Path:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.yaml"
         """The configuration as it was declared; `--config` on it reproduces the run."""
-        return self.path / "config.yaml"
-
-    @property
-    def environment(self) -> Path:
+        self.environment = path / "env.json"
         """Versions, machine and settings."""
-        return self.path / "env.json"
-
-    @property
-    def metrics(self) -> Path:
+        self.metrics = path / "metrics.jsonl"
         """One JSON object for each logged step and evaluation."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def logs(self) -> Path:
-        """What each rank logged."""
-        return self.path / "logs"
-
-    @property
-    def summary(self) -> Path:
+        self.logs = path / "logs"
+        """Each rank's log."""
+        self.summary = path / "summary.json"
         """The results of the run."""
-        return self.path / "summary.json"
-
-    @property
-    def preprocessing(self) -> Path:
-        """How data are prepared for the model, and what its outputs are."""
-        return self.path / "preprocessing.json"
-
-    @property
-    def tokenizer(self) -> Path:
+        self.preprocessing = path / "preprocessing.json"
+        """How data are prepared for the model, and the kind of its outputs."""
+        self.tokenizer = path / "tokenizer.model"
         """The sentencepiece model of a text's tokens."""
-        return self.path / "tokenizer.model"
-
-    @property
-    def evaluation(self) -> Path:
+        self.evaluation = path / "evaluation.json"
         """The results of the last `evaluate` on the run's own validation data."""
-        return self.path / "evaluation.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The saved training states."""
-        return self.path / "checkpoints"
-
-    @property
-    def tensorboard(self) -> Path:
-        """TensorBoard's event files."""
-        return self.path / "tensorboard"
-
-    @property
-    def model(self) -> Path:
+        self.checkpoints = path / "checkpoints"
+        self.tensorboard = path / "tensorboard"
+        self.model = path / "model.keras"
         """The trained model, for Keras."""
-        return self.path / "model.keras"
-
-    @property
-    def curves(self) -> Path:
+        self.curves = path / "curves.png"
         """Loss and accuracy over steps."""
-        return self.path / "curves.png"
 
 
 def default_path(recipe: str) -> Path:
@@ -86,7 +47,7 @@ def default_path(recipe: str) -> Path:
     return next(path for path in candidates if not path.exists())
 
 
-def create(path: Path) -> RunFolder:
+def create(path: Path) -> None:
     """Create the folder of a new run.
 
     Raises:
@@ -97,7 +58,6 @@ def create(path: Path) -> RunFolder:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--run-dir {path} cannot be created: {error.strerror} ({error.filename}).") from error
-    return RunFolder(path)
 
 
 def refuse_occupied(path: Path) -> None:

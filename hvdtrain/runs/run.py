@@ -16,11 +16,10 @@ from hvdtrain.config.run import Config
 from hvdtrain.data.identity import Identity, identity_of
 from hvdtrain.data.pipeline import SourceTraining, TrainingData
 from hvdtrain.models.registry import model_family
-from hvdtrain.observability.events import BaseObserver, Observer
+from hvdtrain.observability.events import Observer
 from hvdtrain.runs.description import describe_run
 from hvdtrain.runs.folder import RunFolder, create, opened
-from hvdtrain.runs.live_figures import run_figures
-from hvdtrain.runs.reporting import info_of, left_out_line, observers_of
+from hvdtrain.runs.reporting import info_of, left_out_line, observers_of, run_figures
 from hvdtrain.runs.resume import (
     Resume,
     check_samples,
@@ -121,7 +120,7 @@ def _train(
     if config.observability.rank_logs:
         _log_to_file(session, folder, trainer.state.scalars.step)
     figures = run_figures(trainer, folder, session)
-    observers = observers_of(config, session=session, folder=folder, figures=figures) if first else BaseObserver()
+    observers = observers_of(config, session=session, folder=folder, figures=figures) if first else Observer()
     info = info_of(config, session=session, backend=backend, data=data, plan=plan, trainer=trainer, folder=folder)
     saver = BackgroundSaver(checkpoints, session.control, lambda state: _note_left_out(state, data))
     place = (plan.total_steps, session.environment)

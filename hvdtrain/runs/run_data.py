@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend, gather
-from hvdtrain.config.data import Cache, DataConfig
+from hvdtrain.config.data import DataConfig
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.run import Config
 from hvdtrain.config.user_code import is_user_code
@@ -33,7 +33,21 @@ def stream_training(source: StreamSource, config: Config, backend: Backend) -> T
         ConfigError: options that need samples with numbers, or data that never end without --steps-per-epoch.
         DataError: ranks that read other batches.
     """
-    _check_options(source, config.data)
+    data = config.data
+    unfit = {
+        "--augment": bool(data.augment),
+        "--tail": data.tail != "pad",
+        "--shard-by": data.shard_by != "samples",
+        "--on-bad-record": bool(data.tolerated),
+        "--cache file": data.cache == "file",
+        "--data-threads": bool(data.data_threads),
+        "--data-memory-mb": bool(data.data_memory_mb),
+    }
+    if option := next((option for option, used in unfit.items() if used), None):
+        raise ConfigError(
+            f"{option} is for samples that are read by their numbers, and {source.name} gives batches in an order "
+            "of its own. Leave it out, or use --cache memory, which reads all of them once into memory."
+        )
     return training_data(
         source.batches(config.data.batch, "batch"),
         backend,
@@ -56,25 +70,6 @@ def stream_evaluation(source: StreamSource, config: DataConfig, steps: int | Non
     return validation_batches(first_batches(data, steps, samples), backend, batch=samples)
 
 
-def _check_options(source: StreamSource, config: DataConfig) -> None:
-    """Refuse options that would have no effect."""
-    unfit = {
-        "--augment": bool(config.augment),
-        "--tail": config.tail != "pad",
-        "--shard-by": config.shard_by != "samples",
-        "--on-bad-record": bool(config.tolerated),
-        "--cache file": config.cache == "file",
-        "--data-threads": bool(config.data_threads),
-        "--data-memory-mb": bool(config.data_memory_mb),
-    }
-    for option, used in unfit.items():
-        if used:
-            raise ConfigError(
-                f"{option} is for samples that are read by their numbers, and {source.name} gives batches in an order "
-                "of its own. Leave it out, or use --cache memory, which reads all of them once into memory."
-            )
-
-
 @dataclass(frozen=True)
 class RunData:
     """The samples of a run, and this replica's batches."""
@@ -92,10 +87,6 @@ class RunData:
         return [part[number] for part in found for number in sorted(part)]
 
 
-def _cached(source: Any, where: Cache) -> Any:
-    return source if isinstance(source, StreamSource) else cached(source, where)
-
-
 def left_out(batches: Any) -> dict[int, str]:
     """Return what is wrong with each sample that was skipped, by its number; streams skip none."""
     return batches.bad.found if hasattr(batches, "bad") else {}
@@ -111,8 +102,16 @@ def run_data(config: Config, backend: Backend) -> RunData:
     check_batch(config, backend)
     splits = loaded_splits(config, backend)
     loaded, where = splits, config.data.cache
-    splits = replace(splits, train=_cached(splits.train, where), validation=_cached(splits.validation, where))
-    return RunData(splits, loaded, _training(config, splits, backend), _validation(config, splits, backend))
+    if where != "none":
+        train, validation = (
+            source if isinstance(source, StreamSource) else cached(source, where)
+            for source in (splits.train, splits.validation)
+        )
+        splits = replace(splits, train=train, validation=validation)
+    training, steps = _training(config, splits, backend), config.training.validation_steps
+    _refuse_steps("--validation-steps", steps, splits.validation)
+    validation = evaluation_of(splits.validation, config.data, splits, backend, steps=steps)
+    return RunData(splits, loaded, training, validation)
 
 
 def check_batch(config: Config, backend: Backend) -> None:
@@ -148,9 +147,9 @@ def check_loaded(config: DataConfig, splits: DataSplits, backend: Backend) -> Da
 
 
 def _training(config: Config, splits: DataSplits, backend: Backend) -> TrainingData:
-    data, source = config.data, _stream_of(splits.train)
-    if source is not None:
-        return stream_training(source, config, backend)
+    data = config.data
+    if isinstance(splits.train, StreamSource):
+        return stream_training(splits.train, config, backend)
     _refuse_steps("--steps-per-epoch", config.training.steps_per_epoch, splits.train)
     options = replace(
         _read_options(data, splits),
@@ -192,19 +191,8 @@ def waiting_advice(config: DataConfig, *, heavy: bool) -> str:
     return f"What helps: {', '.join(named)}." if named else ""
 
 
-def _validation(config: Config, splits: DataSplits, backend: Backend) -> Iterable[Batch]:
-    steps = config.training.validation_steps
-    if _stream_of(splits.validation) is None:
-        _refuse_steps("--validation-steps", steps, splits.validation)
-    return evaluation_of(splits.validation, config.data, splits, backend, steps=steps)
-
-
-def _stream_of(source: Any) -> StreamSource | None:
-    return source if isinstance(source, StreamSource) else None
-
-
 def _refuse_steps(option: str, steps: int | None, source: Source) -> None:
-    if steps is not None:
+    if steps is not None and not isinstance(source, StreamSource):
         raise ConfigError(
             f"{option} is for a Dataset, PyDataset or generator of --data PACKAGE.MODULE:FUNCTION that is streamed; "
             f"{source.name} has {source.size:,} samples. Leave it out, or use --max-steps."
@@ -231,9 +219,14 @@ def evaluation_of(
     if isinstance(source, StreamSource):
         return stream_evaluation(source, config, steps, backend)
     options = _read_options(config, splits)
-    if has_soft_labels(config):
-        # Loss and metrics take one kind of targets: convert hard labels to soft ones.
-        options = replace(options, finish=_on_shares(options, splits.classes))
+    if has_soft_labels(config):  # loss and metrics take one kind of targets: hard labels become soft
+
+        def finish(inputs: Any, targets: Any, *weights: Any) -> tuple[Any, ...]:
+            elements = inputs, targets, *weights
+            elements = elements if splits.finish is None else splits.finish(*elements)
+            return elements[0], tf.one_hot(elements[1], splits.classes), *elements[2:]
+
+        options = replace(options, finish=finish)
     return SourceEvaluation(
         source,
         batch=config.samples_evaluated,
@@ -255,11 +248,3 @@ def _read_options(config: DataConfig, splits: DataSplits) -> ReadOptions:
         threads=config.data_threads,
         memory_mb=config.data_memory_mb,
     )
-
-
-def _on_shares(options: ReadOptions, classes: int | None) -> Any:
-    def finish(inputs: Any, targets: Any, *weights: Any) -> tuple[Any, ...]:
-        elements = (inputs, targets, *weights) if options.finish is None else options.finish(inputs, targets, *weights)
-        return elements[0], tf.one_hot(elements[1], classes), *elements[2:]
-
-    return finish

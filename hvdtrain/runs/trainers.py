@@ -1,21 +1,32 @@
-"""The trainer of what a configuration names."""
+"""The trainer that a configuration describes, and what its start on N ranks would refuse."""
 
-from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
+from hvdtrain.backends.planned import planned
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.parallel import parse_axes
 from hvdtrain.config.run import Config
+from hvdtrain.data.order import Order
+from hvdtrain.data.registry import load_splits
 from hvdtrain.data.shapes import check_shapes
 from hvdtrain.data.source import DataSplits
 from hvdtrain.models.registry import build_model, layout_rules, model_family
 from hvdtrain.optim.optimizers import build_optimizer
 from hvdtrain.parallel.parallelize import parallelize
-from hvdtrain.runs.run_data import RunData
+from hvdtrain.runs.run_data import RunData, check_batch
+from hvdtrain.runtime.launchers import detect_environment
+from hvdtrain.runtime.mesh import Mesh
+from hvdtrain.runtime.session import check_parallel
+from hvdtrain.training.assembly import check_expert_parallel, check_split
+from hvdtrain.training.elastic import check_undivided
 from hvdtrain.training.objective.soft_labels import soft_label_loss, soft_label_metrics
-from hvdtrain.training.options import StepOptions
+from hvdtrain.training.options import StepOptions, step_options
 from hvdtrain.training.trainer import Trainer
+
+ANY_STEPS = 10**9
+"""Steps of a learning rate's schedule that nothing is trained with."""
 
 
 def run_trainer(config: Config, source: RunData, backend: Backend) -> Trainer:
@@ -25,7 +36,9 @@ def run_trainer(config: Config, source: RunData, backend: Backend) -> Trainer:
         ConfigError: options that do not fit.
         DataError: data that do not fit the model.
     """
-    return checked_trainer(config, source.splits, backend, _schedule_steps(config, source))
+    # The schedule spans all epochs, also where --max-steps ends the run before.
+    steps = config.training.epochs * source.training.steps_per_epoch
+    return checked_trainer(config, source.splits, backend, steps)
 
 
 def checked_trainer(config: Config, splits: DataSplits, backend: Backend, steps: int) -> Trainer:
@@ -66,8 +79,16 @@ def trainer_for(config: Config, shape: Any, classes: int | None, backend: Backen
     seed, loss = config.training.seed, family.loss()
     metrics = soft_label_metrics(config.data, family.metrics())
     tolerated = config.data.tolerated  # what is left out weighs nothing
+
+    splits = bool({"tp", "cp"} & set(backend.axes))
+    rules = layout_rules(config.model, classes, backend.axes.get("tp", 1)) if splits else None
+    sequence_parallel = config.model.sequence_parallel
+
+    def build() -> Any:
+        return build_model(config.model, shape, classes, seed)
+
     return Trainer(
-        _split(lambda: build_model(config.model, shape, classes, seed), config, classes, backend),
+        (lambda: parallelize(build, rules, sequence_parallel=sequence_parallel)) if splits else build,
         lambda: build_optimizer(config.optim, steps, config.data.batch),
         soft_label_loss(config.data, loss),
         seed=seed,
@@ -78,23 +99,6 @@ def trainer_for(config: Config, shape: Any, classes: int | None, backend: Backen
     )
 
 
-def _split(build: Callable[[], Any], config: Config, classes: int | None, backend: Backend) -> Callable[[], Any]:
-    """Return a builder of the model that `build` builds, split where the ranks are laid out along tp or cp.
-
-    Raises:
-        ConfigError: a model without rules for tp.
-    """
-    if not {"tp", "cp"} & set(backend.axes):
-        return build
-    rules = layout_rules(config.model, classes, backend.axes.get("tp", 1))
-    return lambda: parallelize(build, rules, sequence_parallel=config.model.sequence_parallel)
-
-
-def _schedule_steps(config: Config, source: RunData) -> int:
-    """Return the steps of all epochs: the schedule spans them also where --max-steps ends the run before."""
-    return config.training.epochs * source.training.steps_per_epoch
-
-
 def step_arguments(config: Config) -> dict[str, Any]:
     """Return the options of a step that `config` sets."""
     names = {field.name for field in fields(StepOptions)}
@@ -103,3 +107,42 @@ def step_arguments(config: Config) -> dict[str, Any]:
         *(config.pipeline, config.bad_steps, config.desync),
     )
     return {name: value for part in sections for name, value in vars(part).items() if name in names}
+
+
+def check_start(config: Config, ranks: int) -> None:
+    """Refuse what a start on `ranks` ranks would refuse: of the layout, the batch, the data, the model and the options.
+
+    Where ranks share a model or its slots, the data are loaded, which say how many classes there are, and the model is
+    built as a rank of each stage of a pipeline would.
+
+    Raises:
+        UserError: as the start does.
+    """
+    runtime, axes = config.processes, parse_axes(config.processes.parallel)
+    mesh = Mesh.of(axes, 0, ranks)
+    environment = replace(detect_environment({}), launcher="mpirun", size=ranks, elastic=config.elastic.elastic)
+    check_parallel(runtime, environment, with_horovod=runtime.backend in ("auto", "horovod"))
+    if config.elastic.elastic:
+        check_undivided(step_options(step_arguments(config)), config.data.shard_by)
+    with planned(runtime, mesh) as backend:
+        check_batch(config, backend)
+        check_sequence_parallel(config, backend)
+    if not (set(backend.axes) - {"dp"} or (config.update.zero and ranks > 1)):
+        return
+    splits = load_splits(config.data, config.training.seed)
+    for rank in mesh.ranks_along("pp"):
+        with planned(runtime, Mesh.of(axes, rank, ranks)) as backend:
+            trainer = checked_trainer(config, splits, backend, _schedule_steps(config, splits))
+            if trainer.model.built:
+                check_split(trainer.model, backend.axes)
+                check_expert_parallel(trainer.model, trainer.options)
+
+
+def _schedule_steps(config: Config, splits: DataSplits) -> int:
+    """Return the steps of all epochs, or many where only a start would count the samples."""
+    data, training = config.data, config.training
+    samples: int | None = splits.train.size  # None: a stream
+    if samples is None or data.shard_by == "files":
+        return training.epochs * training.steps_per_epoch if training.steps_per_epoch else ANY_STEPS
+    order = Order(samples=samples, batch=data.batch, seed=training.seed, shuffle=data.shuffle, tail=data.tail)
+    return training.epochs * order.steps_per_epoch

@@ -25,8 +25,7 @@ from hvdtrain.observability.summary import write_json
 from hvdtrain.runs.description import RunDescription, describe_run, write_description
 from hvdtrain.runs.folder import RunFolder
 from hvdtrain.runs.run_data import check_loaded, evaluation_of, left_out, loaded_splits
-from hvdtrain.runs.trainers import trainer_for
-from hvdtrain.runs.use.model import ANY_STEPS
+from hvdtrain.runs.trainers import ANY_STEPS, trainer_for
 from hvdtrain.runtime.session import Session
 
 SplitName = Literal["validation", "train", "all"]
@@ -34,7 +33,7 @@ SplitName = Literal["validation", "train", "all"]
 
 @dataclass(frozen=True)
 class EvaluateOptions:
-    """What is evaluated."""
+    """The checkpoint and the samples to evaluate."""
 
     checkpoint: str = "newest"
     """`newest`, `best`, or the number of a step."""
@@ -70,7 +69,11 @@ def evaluate(
     """
     backend = backend_for(session)
     if description is None and options.other_data:
-        raise CheckpointError(_no_description(folder))
+        raise CheckpointError(
+            f"evaluate {folder.path}: an earlier version of hvdtrain wrote the run, and there is no "
+            f"{folder.preprocessing.name} in it, by which other data would be prepared. Without --data and "
+            "--data-args, evaluate writes it, from the data that the run was trained on."
+        )
     splits = _splits(config, description, options, backend)
     split, batches = _batches(
         config.data, splits=splits, options=options, backend=backend, steps=config.training.validation_steps
@@ -175,14 +178,6 @@ def _batches(
     parts = [evaluation_of(source, config, splits, backend, steps=steps) for source in sources[split]]
     sizes = [source.size for source in sources[split]]
     return split, Batches(parts, None if None in sizes else sum(sizes))
-
-
-def _no_description(folder: RunFolder) -> str:
-    return (
-        f"evaluate {folder.path}: an earlier version of hvdtrain wrote the run, and there is no "
-        f"{folder.preprocessing.name} in it, by which other data would be prepared. Without --data and --data-args, "
-        "evaluate writes it, from the data that the run was trained on."
-    )
 
 
 def _file(folder: RunFolder, figures: dict[str, Any], options: EvaluateOptions) -> Path:

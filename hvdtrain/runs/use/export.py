@@ -18,7 +18,7 @@ from hvdtrain.config.errors import CheckpointError, ConfigError
 from hvdtrain.config.user_code import load_function
 from hvdtrain.data.batch import Batch
 from hvdtrain.runs import places
-from hvdtrain.runs.description import described, map_signature
+from hvdtrain.runs.description import described
 from hvdtrain.runs.folder import RunFolder, opened
 from hvdtrain.runs.use.model import trained_model
 from hvdtrain.runtime.placement import whole_box
@@ -124,8 +124,7 @@ def _model_of_run(session: Session, run: RunFolder, path: Path) -> Any:
     _, config = opened(run.path, "checkpoint export")
     description = described(run, "checkpoint export")
     config = places.located(config, places.start_folder(run))
-    zeros = map_signature(lambda leaf: np.zeros([1, *leaf["shape"]], leaf["dtype"]), description.inputs)
-    like = Batch(inputs=zeros, targets=None, sample_weight=None, has_samples=1.0, global_samples=1)
+    like = Batch(inputs=description.zeros(), targets=None, sample_weight=None, has_samples=1.0, global_samples=1)
     return trained_model(config, description, path, "newest", backend_for(session), like)
 
 

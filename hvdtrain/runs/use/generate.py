@@ -1,7 +1,6 @@
 """Text from a run's language model: what `generate` does on every rank."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -9,8 +8,9 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import gather
 from hvdtrain.backends.select import backend_for
-from hvdtrain.config.errors import ConfigError, DataError
+from hvdtrain.config.errors import DataError
 from hvdtrain.config.run import Config
+from hvdtrain.config.sampling import Sampling
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.sources.tokenizers import Tokenizer, tokenizer_of
 from hvdtrain.runs.description import RunDescription
@@ -20,30 +20,6 @@ from hvdtrain.runtime.session import Session
 
 INCOMPLETE = "\ufffd"
 """What the bytes of a character decode to before the last of them is there."""
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is drawn."""
-
-    length: int = 200
-    """Tokens to generate."""
-    temperature: float = 0.8
-    """Divides the logits: below 1 the likely tokens become likelier; 0 takes the likeliest."""
-    top_k: int | None = None
-    """Draw from the k likeliest tokens; None: from all."""
-    seed: int = 0
-    """Seed of the draws."""
-
-    def __post_init__(self) -> None:
-        if self.length < 1:
-            raise ConfigError(f"--length must be at least 1. Received: {self.length}.")
-        if not 0 <= self.temperature < float("inf"):
-            raise ConfigError(f"--temperature must be 0 or more. Received: {self.temperature}.")
-        if self.top_k is not None and self.top_k < 1:
-            raise ConfigError(f"--top-k must be at least 1. Received: {self.top_k}.")
-        if self.seed < 0:
-            raise ConfigError(f"--seed must not be negative. Received: {self.seed}.")
 
 
 def check_language_model(description: RunDescription, name: str) -> None:
@@ -204,13 +180,7 @@ def generate(
     """
     check_language_model(description, str(folder.path))
     backend = backend_for(session)
-    like = Batch(
-        inputs=tf.zeros([1, *description.sample_shape], tf.int32),
-        targets=None,
-        sample_weight=None,
-        has_samples=1.0,
-        global_samples=1,
-    )
+    like = Batch(inputs=description.zeros(), targets=None, sample_weight=None, has_samples=1.0, global_samples=1)
     with trained_model(config, description, folder.checkpoints, checkpoint, backend, like) as model:
         generator = TextGenerator(model, description)
         given = generator.encoded(prompt)

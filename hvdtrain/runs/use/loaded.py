@@ -10,15 +10,16 @@ import numpy as np
 
 from hvdtrain.config.errors import CheckpointError, DataError
 from hvdtrain.config.run import Config
+from hvdtrain.config.sampling import Sampling
 from hvdtrain.config.user_code import is_user_code, load_attribute
 from hvdtrain.data.prediction import PredictionSamples, arrays_as_they_are, image_files, pixels, table_rows
 from hvdtrain.data.sources.table_file import rows_in_memory
 from hvdtrain.data.sources.tokenizers import Tokenizer, tokenizer_of
 from hvdtrain.models.registry import build_model, model_family
-from hvdtrain.runs.description import RunDescription, described, map_signature
+from hvdtrain.runs.description import RunDescription, described
 from hvdtrain.runs.folder import RunFolder, opened
 from hvdtrain.runs.places import located, start_folder
-from hvdtrain.runs.use.generate import Sampling, TextGenerator, check_language_model
+from hvdtrain.runs.use.generate import TextGenerator, check_language_model
 from hvdtrain.runs.use.model import readable_outputs
 from hvdtrain.training.objective.outputs import inputs_for
 
@@ -163,13 +164,9 @@ def _model(run: RunFolder, config: Config, description: RunDescription) -> keras
             raise
     # Of classes that Keras does not know: what builds them is known.
     model = build_model(config.model, description.sample_shape, description.classes, config.training.seed)
-    model(inputs_for(model, map_signature(_zeros, description.inputs)))
+    model(inputs_for(model, description.zeros()))
     model.load_weights(run.model)
     return model
-
-
-def _zeros(leaf: dict[str, Any]) -> np.ndarray:
-    return np.zeros([1, *leaf["shape"]], leaf["dtype"])
 
 
 def _are_paths(data: Any) -> bool:

@@ -11,7 +11,7 @@ from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.run import Config
 from hvdtrain.data.batch import Batch
 from hvdtrain.runs.description import RunDescription
-from hvdtrain.runs.trainers import trainer_for
+from hvdtrain.runs.trainers import ANY_STEPS, trainer_for
 from hvdtrain.training.evaluation.predict import build_for
 
 
@@ -54,10 +54,6 @@ def has_one_class(outputs: Any, description: RunDescription) -> bool:
 def outputs_width(outputs: Any) -> int:
     """Return the length of rows [samples, n]; 0 for anything else."""
     return outputs.shape[1] if isinstance(outputs, np.ndarray) and outputs.ndim == 2 else 0
-
-
-ANY_STEPS = 10**9
-"""Steps of a learning rate's schedule that nothing is trained with."""
 
 
 @contextmanager

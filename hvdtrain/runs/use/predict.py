@@ -72,79 +72,67 @@ class RowWriter:
         """
         records = [self._record(outputs, place) for place in range(len(ids))]
         if self._format.form == "jsonl":
-            return "".join(self._json(*of) for of in zip(ids, records, errors, strict=True))
+            rows = [
+                {self._id_name: name, **({"error": error} if error else record)}
+                for name, record, error in zip(ids, records, errors, strict=True)
+            ]
+            return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
+        flat = [_flat(record) for record in records]
         if not self._columns:
-            self._columns = list(records[0])
+            self._columns = list(flat[0])
             writer.writerow([self._id_name, *self._columns, *(["error"] if self._errors else [])])
-        for name, record, error in zip(ids, records, errors, strict=True):
-            values = [""] * len(record) if error else [_cell(value) for value in record.values()]
+        for name, row, error in zip(ids, flat, errors, strict=True):
+            values = [""] * len(row) if error else [_cell(value) for value in row.values()]
             writer.writerow([name, *values, *([error] if self._errors else [])])
         return text.getvalue()
 
-    def _json(self, name: str | int, record: dict[str, Any], error: str) -> str:
-        values = {self._id_name: name, **({"error": error} if error else record)}
-        return json.dumps(values, ensure_ascii=False) + "\n"
-
     def _record(self, outputs: Any, place: int) -> dict[str, Any]:
-        """Return the prediction for one sample by column."""
-        if has_one_class(outputs, self._description):
-            return self._of_classes(outputs[place])
-        if self._format.top > 1:
-            raise ConfigError("--top is for classes, of which one is predicted: this model has none. Leave it out.")
-        if self._description.outputs != "values" and outputs_width(outputs):
-            return {f"probability:{name}": _rounded(p) for name, p in zip(self._names(), outputs[place], strict=True)}
-        if self._format.all_probabilities:
-            raise ConfigError("--probabilities is for classes: this model has none. Leave it out.")
-        return self._of_values(outputs, place)
-
-    def _of_classes(self, shares: np.ndarray) -> dict[str, Any]:
-        # Rounded first: a tie in the last bits is resolved by the order of the classes.
-        rounded = [_rounded(share) for share in shares]
-        order = sorted(range(len(rounded)), key=lambda label: -(rounded[label] or 0.0))
-        best = [(self._name(label), rounded[label]) for label in order[: self._format.top]]
-        if self._format.form == "jsonl":
-            record: dict[str, Any] = {"class": best[0][0], "probability": best[0][1]}
-            if self._format.top > 1:
-                record["top"] = [{"class": name, "probability": share} for name, share in best]
-            if self._format.all_probabilities:
-                record["probabilities"] = dict(zip(self._names(), rounded, strict=True))
+        """Return the prediction for one sample as an object of JSON."""
+        description, chosen = self._description, self._format
+        count = 0 if description.outputs == "values" else description.classes or 2
+        names = [description.name_of(label) for label in range(count)]
+        if has_one_class(outputs, description):
+            # Rounded first: a tie in the last bits is resolved by the order of the classes.
+            rounded = [_rounded(share) for share in outputs[place]]
+            order = sorted(range(len(rounded)), key=lambda label: -(rounded[label] or 0.0))
+            top = [{"class": names[label], "probability": rounded[label]} for label in order[: chosen.top]]
+            record: dict[str, Any] = {**top[0], **({"top": top} if chosen.top > 1 else {})}
+            if chosen.all_probabilities:
+                record["probabilities"] = dict(zip(names, rounded, strict=True))
             return record
-        record = {}
-        for number, (name, share) in enumerate(best, 1):
-            end = "" if number == 1 else f"_{number}"
-            record |= {f"class{end}": name, f"probability{end}": share}
-        if self._format.all_probabilities:
-            record |= {f"probability:{name}": share for name, share in zip(self._names(), rounded, strict=True)}
-        return record
-
-    def _of_values(self, outputs: Any, place: int) -> dict[str, Any]:
+        if chosen.top > 1:
+            raise ConfigError("--top is for classes, of which one is predicted: this model has none. Leave it out.")
+        if description.outputs != "values" and outputs_width(outputs):
+            return {f"probability:{name}": _rounded(p) for name, p in zip(names, outputs[place], strict=True)}
+        if chosen.all_probabilities:
+            raise ConfigError("--probabilities is for classes: this model has none. Leave it out.")
         parts = outputs if isinstance(outputs, dict) else {"value": outputs}
         if isinstance(outputs, list | tuple):
             parts = {f"value_{number}": part for number, part in enumerate(outputs)}
-        record: dict[str, Any] = {}
-        for name, array in parts.items():
-            value = array[place]
-            if value.size == 1:
-                record[name] = _rounded(value.reshape(()))
-            elif self._format.form == "jsonl":
-                record[name] = _nested(value)
-            elif value.ndim == 1:
-                record |= {f"{name}_{number}": _rounded(entry) for number, entry in enumerate(value)}
-            else:
+        return {name: _nested(array[place]) for name, array in parts.items()}
+
+
+def _flat(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the cells of a record by column."""
+    cells: dict[str, Any] = {}
+    for name, value in record.items():
+        if isinstance(value, dict):
+            cells |= {f"probability:{each}": share for each, share in value.items()}
+        elif isinstance(value, list) and value and isinstance(value[0], dict):  # the first one has its own cells
+            for number, each in enumerate(value[1:], 2):
+                cells |= {f"{part}_{number}": cell for part, cell in each.items()}
+        elif isinstance(value, list):
+            if value and isinstance(value[0], list):
                 raise ConfigError(
-                    f"The model returns an array {list(value.shape)} for each sample, which is no row of a CSV file: "
-                    "use --format jsonl."
+                    f"The model returns an array {list(np.shape(value))} for each sample, which is not a row of a CSV "
+                    "file: use --format jsonl."
                 )
-        return record
-
-    def _names(self) -> list[str]:
-        count = self._description.classes or 2
-        return [self._name(label) for label in range(count)]
-
-    def _name(self, label: int) -> str:
-        return self._description.name_of(label)
+            cells |= {f"{name}_{number}": cell for number, cell in enumerate(value)}
+        else:
+            cells[name] = value
+    return cells
 
 
 def _rounded(value: Any) -> float | None:
@@ -153,7 +141,11 @@ def _rounded(value: Any) -> float | None:
 
 
 def _nested(value: np.ndarray) -> Any:
-    return _rounded(value) if value.ndim == 0 else [_nested(part) for part in value]
+    """Return an array as numbers in lists, or the only number."""
+    if value.size == 1:
+        return _rounded(value.reshape(()))
+    rounded: Any = np.vectorize(_rounded, otypes=[object])(value).tolist()
+    return rounded
 
 
 def _cell(value: Any) -> str:
