@@ -38,6 +38,11 @@ class Finding:
     """Whether the change is not needed with tf_keras."""
 
     @property
+    def is_by_hand(self) -> bool:
+        """Whether the user has to make the change."""
+        return self.verdict == "needs this change"
+
+    @property
     def needs_action(self) -> bool:
         """Whether the script has to change here."""
         return self.verdict in ("change this import", "needs this change")

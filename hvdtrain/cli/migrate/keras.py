@@ -53,18 +53,12 @@ def keras_choice(script: Script, is_legacy: bool, first_use: int | None) -> Iter
             yield Finding(setting.lineno, ast.unparse(setting), advice)
         elif value in YES:
             yield Finding(setting.lineno, ast.unparse(setting), verdict="works as is")
-    for node in script.nodes:
-        modules: list[str] = []
-        if isinstance(node, ast.Import):
-            modules = [f"import {alias.name}" for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            modules = [f"from {node.module}"]
-        for said in modules:
-            package, line = re.split(r"[ .]", said)[1], node.lineno  # type: ignore[attr-defined]
-            if package == "tf_keras" and is_legacy:
-                yield Finding(line, said, verdict="works as is")
-            elif package == "tf_keras" or (package == "keras" and is_legacy):
-                yield Finding(line, said, _OTHER_KERAS[package])
+    for node, module, member in script.code.imported_names():
+        package, said = module.split(".")[0], f"{'from' if member else 'import'} {module}"
+        if package == "tf_keras" and is_legacy:
+            yield Finding(script.line(node), said, verdict="works as is")
+        elif package == "tf_keras" or (package == "keras" and is_legacy):
+            yield Finding(script.line(node), said, _OTHER_KERAS[package])
 
 
 def keras_uses(script: Script, facts: Facts) -> Iterator[Finding]:
@@ -93,18 +87,10 @@ class _Judge:
 
     def imports(self) -> Iterator[Finding]:
         """Judge imports."""
-        for node in self._script.code.imports:
-            if isinstance(node, cst.Import):
-                names = [(f"import {text_of(alias.name)}", text_of(alias.name)) for alias in node.names]
-            elif node.module and not node.relative:
-                module = text_of(node.module)
-                members = ["*"] if isinstance(node.names, cst.ImportStar) else [a.evaluated_name for a in node.names]
-                names = [(f"from {module} import {each}", f"{module}.{each}".removesuffix(".*")) for each in members]
-            else:
-                continue
-            for said, name in names:
-                if advice := self._missing(name):
-                    yield Finding(self._script.line(node), said, advice)
+        for node, module, member in self._script.code.imported_names():
+            if advice := self._missing(f"{module}.{member}" if member.strip("*") else module):
+                said = f"from {module} import {member}" if member else f"import {module}"
+                yield Finding(self._script.line(node), said, advice)
 
     def chains(self) -> Iterator[Finding]:
         """Judge dotted expressions."""

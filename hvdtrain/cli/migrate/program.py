@@ -3,7 +3,7 @@
 import ast
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, wraps
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -49,16 +49,6 @@ def _cached(unknown: Any) -> Callable[..., Any]:
     return decorated
 
 
-class _Nodes(cst.CSTVisitor):
-    def __init__(self) -> None:
-        super().__init__()
-        self.all: list[Any] = []
-
-    def on_visit(self, node: cst.CSTNode) -> bool:
-        self.all.append(node)
-        return True
-
-
 class _Replacer(cst.CSTTransformer):
     def __init__(self, edits: Mapping[cst.CSTNode, Any]) -> None:
         super().__init__()
@@ -77,23 +67,31 @@ class Code:
         self.wrapper = MetadataWrapper(module, unsafe_skip_copy=True)
         self.scopes = self.wrapper.resolve(ScopeProvider)
         self.contexts = self.wrapper.resolve(ExpressionContextProvider)
-        nodes = _Nodes()
-        module.visit(nodes)
-        inner = {node.value for node in nodes.all if isinstance(node, cst.Attribute)}
-        names: list[Chain] = [node for node in nodes.all if isinstance(node, Chain) and node in self.contexts]
-        self.chains = [node for node in names if node not in inner]
-        self.imports = [node for node in nodes.all if isinstance(node, cst.Import | cst.ImportFrom)]
-        self.calls = {node.func: node for node in nodes.all if isinstance(node, cst.Call)}
-        self.decorators = {node.decorator for node in nodes.all if isinstance(node, cst.Decorator)}
+        nodes: list[Any] = list(self.scopes)
+        inner = {node.value for node in nodes if isinstance(node, cst.Attribute)}
+        self.chains: list[Chain] = [each for each in nodes if isinstance(each, Chain) and each in self.contexts]
+        self.chains = [node for node in self.chains if node not in inner]
+        self.imports = [node for node in nodes if isinstance(node, cst.Import | cst.ImportFrom)]
+        self.calls = {node.func: node for node in nodes if isinstance(node, cst.Call)}
+        self.decorators = {node.decorator for node in nodes if isinstance(node, cst.Decorator)}
         self.values: dict[object, cst.BaseExpression] = {}
         self.of_self: dict[str, list[cst.BaseExpression]] = defaultdict(list)
         self.returned: dict[object, list[cst.BaseExpression]] = defaultdict(list)
-        for node in nodes.all:
+        for node in nodes:
             if isinstance(node, cst.Return) and node.value:
                 self.returned[getattr(self.scopes[node], "node", None)].append(node.value)
             elif isinstance(node, cst.Assign | cst.AnnAssign | cst.NamedExpr) and node.value:
                 for target in node.targets if isinstance(node, cst.Assign) else [node]:
                     self._assign(target.target, node.value)
+
+    def imported_names(self) -> Iterator[tuple[cst.Import | cst.ImportFrom, str, str]]:
+        """Yield each absolute import with its module and member, which is empty for `import module`."""
+        for node in self.imports:
+            if isinstance(node, cst.Import):
+                yield from ((node, alias.evaluated_name, "") for alias in node.names)
+            elif node.module and not node.relative:
+                module, star = text_of(node.module), isinstance(node.names, cst.ImportStar)
+                yield from ((node, module, each) for each in (["*"] if star else members_imported(node)))
 
     def _assign(self, target: cst.BaseExpression, value: cst.BaseExpression) -> None:
         if isinstance(target, cst.Name):
@@ -301,6 +299,11 @@ def name_of(node: cst.BaseExpression) -> str:
 def is_of_self(node: cst.CSTNode) -> TypeGuard[cst.Attribute]:
     """Return whether an expression is `self.NAME`."""
     return isinstance(node, cst.Attribute) and isinstance(node.value, cst.Name) and node.value.value in ("self", "cls")
+
+
+def members_imported(node: cst.ImportFrom) -> list[str]:
+    """Return the names that `from module import …` takes; none for a star."""
+    return [] if isinstance(node.names, cst.ImportStar) else [each.evaluated_name for each in node.names]
 
 
 def has_fromlist(call: cst.Call) -> bool:

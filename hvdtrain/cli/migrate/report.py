@@ -13,6 +13,7 @@ from hvdtrain.cli.migrate.keras import VARIABLE, YES, keras_choice, keras_uses, 
 from hvdtrain.cli.migrate.program import Script, read_program
 from hvdtrain.cli.migrate.source import Source, scripts_under, write
 from hvdtrain.config.errors import UserError, on_command_line
+from hvdtrain.observability.wording import plural
 
 NOTHING_TO_DO, TO_DO, FAILED = 0, 1, 2
 """Exit codes."""
@@ -146,20 +147,20 @@ def _facts(group: Sequence[Script], environ: Mapping[str, str]) -> Facts:
 
 
 def _judge(script: Script, facts: Facts) -> Judged:
-    imports = Imports(script, is_legacy=facts.is_legacy)
-    with_keras_2 = _findings(script, replace(facts, is_legacy=True), Imports(script, is_legacy=True))
-    left = [(each.line, each.what) for each in with_keras_2 if each.verdict == "needs this change"]
-    findings = [
-        replace(each, ends_with_keras_2=each.verdict == "needs this change" and (each.line, each.what) not in left)
-        for each in _findings(script, facts, imports)
-    ]
-    return Judged(script.source, findings, imports, [line for line, _ in left])
-
-
-def _findings(script: Script, facts: Facts, imports: Imports) -> list[Finding]:
+    imports, with_keras_2 = Imports(script, is_legacy=facts.is_legacy), Imports(script, is_legacy=True)
     first_use = min((finding.line for finding in imports.findings), default=None)
-    choice = keras_choice(script, facts.is_legacy, first_use)
-    return sorted({*imports.findings, *choice, *horovod_uses(script, facts), *keras_uses(script, facts)})
+
+    def found(imports: Imports, facts: Facts) -> list[Finding]:
+        choice = keras_choice(script, facts.is_legacy, first_use)
+        return sorted({*imports.findings, *choice, *horovod_uses(script, facts), *keras_uses(script, facts)})
+
+    by_hand = [each for each in found(with_keras_2, replace(facts, is_legacy=True)) if each.is_by_hand]
+    left = {(each.line, each.what) for each in by_hand}
+    findings = [
+        replace(each, ends_with_keras_2=each.is_by_hand and (each.line, each.what) not in left)
+        for each in found(imports, facts)
+    ]
+    return Judged(script.source, findings, imports, [each.line for each in by_hand])
 
 
 def lines_of(analysis: Analysis, *, show_all: bool = False) -> list[str]:
@@ -205,12 +206,8 @@ def _counts(analysis: Analysis) -> list[str]:
     verdicts = [finding.verdict for each in users for finding in each.findings]
     imports, by_hand = verdicts.count("change this import"), verdicts.count("needs this change")
     works = len(verdicts) - imports - by_hand
-    to_do = [f"{_number(imports, 'import')} to change (--write does it)"] if imports else []
-    to_do += [f"{_number(by_hand, 'change')} by hand"] if by_hand else []
-    start = f"{_number(len(users), 'script')} with Horovod: {', '.join(to_do) or 'nothing to change'}"
-    rest = f"{_number(works, 'use')} without a change (--all lists {'it' if works == 1 else 'them'})"
+    to_do = [f"{plural(imports, 'import')} to change (--write does it)"] if imports else []
+    to_do += [f"{plural(by_hand, 'change')} by hand"] if by_hand else []
+    start = f"{plural(len(users), 'script')} with Horovod: {', '.join(to_do) or 'nothing to change'}"
+    rest = f"{plural(works, 'use')} without a change (--all lists {'it' if works == 1 else 'them'})"
     return [*([""] if to_do else []), f"{start}; {rest}."]
-
-
-def _number(count: int, noun: str) -> str:
-    return f"{count} {noun}" + ("" if count == 1 else "s")
