@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
             text = Text("\n".join(plain_lines(check)))
             text.stylize(_STYLES[check.status], 0, len(check.status))
             console.print(text, soft_wrap=True)
-    counts = Counter(check.status for check in checks)
+    counts = Counter(str(check.status) for check in checks)
     words = {"failed": "failed", "warning": "to look at", "ok": "ok"}
     print(", ".join(f"{counts[status]} {word}" for status, word in words.items() if counts[status]))
     return 1 if any(check.status == "failed" for check in checks) else 0

@@ -7,20 +7,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TextIO, get_args
+from typing import TYPE_CHECKING, TextIO, get_args
 
 from hvdtrain.cli.parser import Parser, pairs, positive, shows_help
 from hvdtrain.cli.running import run_on_all_ranks
 from hvdtrain.config.data import DataConfig
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.files import FilesRead, digest
-from hvdtrain.config.model import Scalar
 from hvdtrain.config.run import Config
 from hvdtrain.config.runtime import BackendName, RuntimeConfig
 from hvdtrain.config.sampling import Sampling
+from hvdtrain.runs.folder import RunFolder, opened
+from hvdtrain.runs.places import check_located, located, start_folder
 from hvdtrain.runtime.control.agreement import on_first
 from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.session import Session
+
+if TYPE_CHECKING:
+    from hvdtrain.runs.description import RunDescription
 
 
 @dataclass(frozen=True)
@@ -30,9 +34,14 @@ class Request:
     arguments: argparse.Namespace
     config: Config
     runtime: RuntimeConfig
-    """Of this job; that of the training does not apply to this machine."""
-    files: FilesRead = field(default_factory=FilesRead, compare=False)
-    """The run's files, as the first rank sees them."""
+    """Runtime options of this job; those of the training do not apply to this machine."""
+    description: "RunDescription | None" = field(default=None, compare=False)
+    """The run's, as the first rank reads it; None if an earlier version wrote the run, which `evaluate` takes."""
+
+    @property
+    def folder(self) -> RunFolder:
+        """The folder of the run."""
+        return RunFolder(self.arguments.run_dir)
 
     def described(self) -> tuple[RuntimeConfig, dict[str, str]]:
         """Return the runtime options, and the values that must agree on all ranks."""
@@ -101,46 +110,38 @@ def parse_evaluate(argv: list[str], files: FilesRead | None = None) -> Request:
         UserError: a wrong option, or no run in that folder.
     """
     from hvdtrain.runs.description import read_description
-    from hvdtrain.runs.folder import opened
-    from hvdtrain.runs.places import check_located, located, start_folder
 
     files = files or FilesRead()
     arguments = _evaluate_parser().parse_args(argv)
     folder, config = opened(arguments.run_dir, "evaluate", files)
-    given, other = pairs("--data-args", arguments.data_args), arguments.data is not None or bool(arguments.data_args)
+    given, name = pairs("--data-args", arguments.data_args), arguments.data
+    arguments.other_data = name is not None or bool(given)
     start = start_folder(folder, files)
-    read_description(folder, files)
+    description = read_description(folder, files)
     config = located(config, start)
-    config = check_located(_with_data(config, arguments.data, given) if other else config, start)
-    changes = {"eval_batch": arguments.batch, "on_bad_record": arguments.on_bad_record}
-    data = replace(config.data, **{name: value for name, value in changes.items() if value is not None})
-    runtime = RuntimeConfig(backend=arguments.backend, replicas=arguments.replicas)
-    return Request(arguments, replace(config, data=data, runtime=runtime), runtime, files)
-
-
-def _with_data(config: Config, name: str | None, given: dict[str, Scalar]) -> Config:
-    """Return `config` with other data; arguments that are not given are those of the run on the same source."""
     data = config.data
-    if name is None or name == data.data:
-        given = {**{key: value for key, value in data.data_args.items() if key not in OF_THE_SPLIT}, **given}
-    return replace(config, data=replace(data, data=name or data.data, data_args=given))
+    if arguments.other_data:
+        if name in (None, data.data):  # the other arguments are the run's
+            given = {**{key: value for key, value in data.data_args.items() if key not in OF_THE_SPLIT}, **given}
+        data = replace(data, data=name or data.data, data_args=given)
+    data = check_located(replace(config, data=data), start).data
+    changes = {"eval_batch": arguments.batch, "on_bad_record": arguments.on_bad_record}
+    data = replace(data, **{name: value for name, value in changes.items() if value is not None})
+    runtime = RuntimeConfig(backend=arguments.backend, replicas=arguments.replicas)
+    return Request(arguments, replace(config, data=data, runtime=runtime), runtime, description)
 
 
 def _evaluate(session: Session, request: Request) -> None:
-    from hvdtrain.runs.description import read_description
-    from hvdtrain.runs.folder import RunFolder
     from hvdtrain.runs.reporting import left_out_line
     from hvdtrain.runs.use.evaluate import EvaluateOptions, evaluate
 
     arguments = request.arguments
-    other = arguments.data is not None or bool(arguments.data_args)
-    folder = RunFolder(arguments.run_dir)
     done = evaluate(
         session,
         config=request.config,
-        folder=folder,
-        options=EvaluateOptions(arguments.checkpoint, other, arguments.split),
-        description=read_description(folder, request.files),
+        folder=request.folder,
+        options=EvaluateOptions(arguments.checkpoint, arguments.other_data, arguments.split),
+        description=request.description,
     )
     if session.world.primary:
         figures = done.figures
@@ -195,10 +196,8 @@ def parse_predict(argv: list[str], files: FilesRead | None = None) -> Request:
     Raises:
         UserError: a wrong option, or no run in that folder.
     """
-    files = files or FilesRead()
     arguments = _predict_parser().parse_args(argv)
-    config = _located_config(arguments.run_dir, "predict", files)
-    out = arguments.out
+    request, out = _described_run(arguments, "predict", files or FilesRead()), arguments.out
     if STANDARD_INPUT in arguments.paths and len(arguments.paths) > 1:
         raise ConfigError(f"- stands for standard input, by itself. Received: {' '.join(arguments.paths)}.")
     # Asked on the first rank alone, which writes it: hosts may share no folder.
@@ -207,24 +206,20 @@ def parse_predict(argv: list[str], files: FilesRead | None = None) -> Request:
     if arguments.top > 1 and arguments.probabilities and arguments.form == "csv":
         raise ConfigError("--probabilities holds all classes: leave out --top, or use --format jsonl.")
     arguments.tolerated = DataConfig("", on_bad_record=arguments.on_bad_record).tolerated
-    return Request(arguments, config, RuntimeConfig(), files)
+    return request
 
 
-def _located_config(run_dir: Path, verb: str, files: FilesRead) -> Config:
-    """Return the configuration of a run; runs that the verb cannot use are refused before TensorFlow starts."""
+def _described_run(arguments: argparse.Namespace, verb: str, files: FilesRead) -> Request:
+    """Return the request; runs that the verb cannot use are refused before TensorFlow starts."""
     from hvdtrain.runs.description import described
-    from hvdtrain.runs.folder import opened
-    from hvdtrain.runs.places import located, start_folder
 
-    folder, config = opened(run_dir, verb, files)
-    described(folder, verb, files)
-    return located(config, start_folder(folder, files))
+    folder, config = opened(arguments.run_dir, verb, files)
+    description = described(folder, verb, files)
+    return Request(arguments, located(config, start_folder(folder, files)), RuntimeConfig(), description)
 
 
 def _predict(session: Session, request: Request) -> None:
     from hvdtrain.data.prediction import samples_from
-    from hvdtrain.runs.description import described
-    from hvdtrain.runs.folder import RunFolder
     from hvdtrain.runs.use.predict import PredictOptions, RowFormat, predict
 
     arguments = request.arguments
@@ -232,15 +227,15 @@ def _predict(session: Session, request: Request) -> None:
     if arguments.paths == [STANDARD_INPUT]:
         timeout = request.config.runtime.load_timeout
         given = on_first(session.control, lambda: sys.stdin.buffer.read(), timeout=timeout)
-    folder = RunFolder(arguments.run_dir)
-    description = described(folder, "predict", request.files)
+    description = request.description
+    assert description is not None, "parse_predict refuses a run without one"
     samples = samples_from(tuple(arguments.paths), given, description.preprocessing, description.inputs)
     rows = RowFormat(arguments.form, arguments.top, arguments.probabilities)
     with opened_output(arguments.out if session.world.primary else None) as out:
         bad = predict(
             session,
             config=request.config,
-            folder=folder,
+            folder=request.folder,
             description=description,
             samples=samples,
             options=PredictOptions(arguments.checkpoint, arguments.batch_size, arguments.tolerated, rows),
@@ -288,7 +283,7 @@ def parse_generate(argv: list[str], files: FilesRead | None = None) -> Request:
     files = files or FilesRead()
     arguments = _generate_parser().parse_args(argv)
     arguments.sampling = Sampling(arguments.length, arguments.temperature, arguments.top_k, arguments.seed)
-    config = _located_config(arguments.run_dir, "generate", files)
+    request = _described_run(arguments, "generate", files)
     file = arguments.prompt_file
     if file is not None:
         try:
@@ -299,20 +294,19 @@ def parse_generate(argv: list[str], files: FilesRead | None = None) -> Request:
             raise ConfigError(f"--prompt-file {file} is not UTF-8: {error}.") from None
     if not arguments.prompt:
         raise ConfigError("--prompt needs at least one character: what follows it is generated.")
-    return Request(arguments, config, RuntimeConfig(), files)
+    return request
 
 
 def _generate(session: Session, request: Request) -> None:
-    from hvdtrain.runs.description import described
-    from hvdtrain.runs.folder import RunFolder
     from hvdtrain.runs.use.generate import generate
 
-    arguments, folder = request.arguments, RunFolder(request.arguments.run_dir)
+    arguments, description = request.arguments, request.description
+    assert description is not None, "parse_generate refuses a run without one"
     generate(
         session,
         config=request.config,
-        folder=folder,
-        description=described(folder, "generate", request.files),
+        folder=request.folder,
+        description=description,
         prompt=arguments.prompt,
         sampling=arguments.sampling,
         write=Output(sys.stdout).write,

@@ -48,7 +48,7 @@ class Options(argparse.Namespace):
     launcher_args: list[str]
     run: bool
     arguments: list[str]
-    """Of `python -m hvdtrain`; or a script of the user's own, and its arguments."""
+    """Arguments of `python -m hvdtrain`; or a user's script and its arguments."""
 
 
 def main(argv: list[str]) -> int:
@@ -367,7 +367,7 @@ _VERSIONS = {
     "MPICH": r"HYDRA build details:\s+Version:\s+(\d+)",
     "Cray PALS": r"(?i)\bpals\b.*?(\d+)",
 }
-"""What `mpirun --version` of each MPI prints. MVAPICH is started by MPICH's hydra."""
+"""Output of `mpirun --version` of each MPI. MVAPICH is started by MPICH's hydra."""
 _FORWARDED = re.compile(
     r"(HVDTRAIN_|HOROVOD_|NCCL_|TF_(?!CONFIG$|CLI_)|KERAS_|XLA_|CUDA_(?!VISIBLE_DEVICES$)|OMP_|MKL_|UCX_|FI_)\w+"
     r"|PATH|LD_LIBRARY_PATH|LD_PRELOAD|PYTHON\w+|VIRTUAL_ENV|CONDA_PREFIX|LANG|TMPDIR"
@@ -385,7 +385,7 @@ class Mpi:
     major: int
     """First number of the version."""
     program: str
-    """How `mpirun` or `mpiexec` is called."""
+    """Name or path of `mpirun` or `mpiexec`."""
 
     def __str__(self) -> str:
         return f"{self.name} {self.major}"

@@ -49,7 +49,7 @@ _SYNONYMS = {
 """Options, and what other programs call them."""
 ALIASES = {name: option for option, names in _SYNONYMS.items() for name in names.split()}
 OF_THE_LAUNCHER = ("np", "n", "nproc", "nproc-per-node", "gpus", "num-gpus", "num-proc", "world-size", "ranks")
-"""What other programs call the number of processes."""
+"""Other programs' names for the number of processes."""
 
 
 _NUMBER = re.compile(r"-(\d|\.\d|inf|nan)")
@@ -223,7 +223,7 @@ class Option:
 
     @property
     def value(self) -> str:
-        """What to type after the flag: INT, NAME VALUE …, or the choices."""
+        """Placeholder after the flag: INT, NAME VALUE …, or the choices."""
         if get_origin(self.kind) is dict:
             return "NAME VALUE ..."
         if get_origin(self.kind) is tuple:

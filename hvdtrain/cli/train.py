@@ -256,7 +256,7 @@ def list_recipes(argv: list[str]) -> int:
 # -- the layout of ranks (--dry-run) --
 
 MOST_GROUPS = 8
-"""Of one axis that are shown."""
+"""Number of groups of an axis that are shown."""
 MEANING = {
     "pp": "hold different layers",
     "dp": "are replicas, given different samples",

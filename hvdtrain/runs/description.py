@@ -28,7 +28,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class RunDescription:
-    """What must be known of a trained model to use it."""
+    """Inputs, outputs and preprocessing of a trained model."""
 
     data: str
     """The data source that the run was trained on."""
@@ -37,7 +37,7 @@ class RunDescription:
     classes: int | None
     """Number of classes; None if the targets were no labels."""
     outputs: OutputKind
-    """What the model returns."""
+    """Kind of the model's outputs."""
     preprocessing: Preprocessing = field(default_factory=Preprocessing)
 
     @property

@@ -77,7 +77,7 @@ def observers_of(
     folder: RunFolder,
     figures: Callable[[], dict[str, float]],
 ) -> Observers:
-    """Return what rank 0 tells of a run: on the console, in its files, and over HTTP."""
+    """Return the observers of a run on rank 0: console, files, HTTP."""
     chosen: list[Observer] = [make_console(live=on_terminal(session.environment)), JsonlWriter(folder.metrics)]
     reported = config.observability
     if reported.metrics_port is not None:
@@ -96,7 +96,7 @@ def info_of(
     trainer: Trainer,
     folder: RunFolder,
 ) -> RunInfo:
-    """Return what the observers are told at the start."""
+    """Return the facts about the run for its observers."""
     return RunInfo(
         recipe=_described(config),
         **who_trains(backend),

@@ -1,4 +1,4 @@
-"""Go on with an earlier run: its folder, its checkpoints, and what an interrupted one says."""
+"""Resuming a run: its folder, its checkpoints, and the message of an interrupted one."""
 
 import shlex
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ from hvdtrain.state.scalars import Scalars
 
 
 def interrupted(folder: RunFolder, step: int, total_steps: int, environment: Environment) -> str:
-    """Return the message.
+    """Return the message of an interrupted run: how to resume it.
 
     Args:
         folder: of the run.
@@ -77,7 +77,7 @@ def newest_of_run(checkpoints: Checkpointer, run: Path, resume: Resume) -> Path 
 
 
 def is_finished(folder: RunFolder, config: Config, backend: Backend) -> bool:
-    """Tell whether the run in `folder` has reached its end before and written its results, and say so; on every rank.
+    """Return whether the run in `folder` is finished, and log it. Collective.
 
     Args:
         folder: of the run.

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import tensorflow as tf
 
@@ -24,6 +24,11 @@ from hvdtrain.training.data_arguments import first_batches
 from hvdtrain.training.inputs import training_data, validation_batches
 from hvdtrain.training.objective.soft_labels import has_soft_labels
 from hvdtrain.training.step.batches import per_microbatch
+
+
+def is_stream(source: Any) -> TypeGuard[StreamSource]:
+    """Return whether samples come as batches of the user's, without numbers."""
+    return isinstance(source, StreamSource)
 
 
 def stream_training(source: StreamSource, config: Config, backend: Backend) -> TrainingData:
@@ -56,18 +61,6 @@ def stream_training(source: StreamSource, config: Config, backend: Backend) -> T
         shuffle=config.data.shuffle,
         steps_per_epoch=config.training.steps_per_epoch,
     )
-
-
-def stream_evaluation(source: StreamSource, config: DataConfig, steps: int | None, backend: Backend) -> Iterable[Batch]:
-    """Return this replica's evaluation batches of a stream, of the size that they have, or of --eval-batch samples.
-
-    Raises:
-        ConfigError: data that never end without --validation-steps.
-        DataError: ranks that read other batches.
-    """
-    samples = config.samples_evaluated
-    data = source.data if source.batched else source.batches(samples, "eval_batch")
-    return validation_batches(first_batches(data, steps, samples), backend, batch=samples)
 
 
 @dataclass(frozen=True)
@@ -104,8 +97,7 @@ def run_data(config: Config, backend: Backend) -> RunData:
     loaded, where = splits, config.data.cache
     if where != "none":
         train, validation = (
-            source if isinstance(source, StreamSource) else cached(source, where)
-            for source in (splits.train, splits.validation)
+            source if is_stream(source) else cached(source, where) for source in (splits.train, splits.validation)
         )
         splits = replace(splits, train=train, validation=validation)
     training, steps = _training(config, splits, backend), config.training.validation_steps
@@ -148,7 +140,7 @@ def check_loaded(config: DataConfig, splits: DataSplits, backend: Backend) -> Da
 
 def _training(config: Config, splits: DataSplits, backend: Backend) -> TrainingData:
     data = config.data
-    if isinstance(splits.train, StreamSource):
+    if is_stream(splits.train):
         return stream_training(splits.train, config, backend)
     _refuse_steps("--steps-per-epoch", config.training.steps_per_epoch, splits.train)
     options = replace(
@@ -192,7 +184,7 @@ def waiting_advice(config: DataConfig, *, heavy: bool) -> str:
 
 
 def _refuse_steps(option: str, steps: int | None, source: Source) -> None:
-    if steps is not None and not isinstance(source, StreamSource):
+    if steps is not None and not is_stream(source):
         raise ConfigError(
             f"{option} is for a Dataset, PyDataset or generator of --data PACKAGE.MODULE:FUNCTION that is streamed; "
             f"{source.name} has {source.size:,} samples. Leave it out, or use --max-steps."
@@ -215,9 +207,15 @@ def evaluation_of(
         splits: how samples are finished.
         backend: the replicas.
         steps: batches of a stream to evaluate; None: all of them.
+
+    Raises:
+        ConfigError: a stream that never ends, without --validation-steps.
+        DataError: ranks that read other batches of a stream.
     """
-    if isinstance(source, StreamSource):
-        return stream_evaluation(source, config, steps, backend)
+    if is_stream(source):
+        samples = config.samples_evaluated
+        data = source.data if source.batched else source.batches(samples, "eval_batch")
+        return validation_batches(first_batches(data, steps, samples), backend, batch=samples)
     options = _read_options(config, splits)
     if has_soft_labels(config):  # loss and metrics take one kind of targets: hard labels become soft
 

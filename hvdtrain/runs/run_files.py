@@ -27,7 +27,7 @@ from hvdtrain.training.trainer import Trainer
 
 
 class StartFiles:
-    """What a run's folder must hold for its checkpoints to be of use: `config.yaml`, `env.json` and the description.
+    """Files that a run's checkpoints need: `config.yaml`, `env.json` and the description.
 
     Args:
         folder: of the run.

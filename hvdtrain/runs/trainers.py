@@ -30,7 +30,7 @@ ANY_STEPS = 10**9
 
 
 def run_trainer(config: Config, source: RunData, backend: Backend) -> Trainer:
-    """Return the trainer of what `config` names, for its data.
+    """Return the trainer of `config`, for its data.
 
     Raises:
         ConfigError: options that do not fit.
@@ -42,7 +42,7 @@ def run_trainer(config: Config, source: RunData, backend: Backend) -> Trainer:
 
 
 def checked_trainer(config: Config, splits: DataSplits, backend: Backend, steps: int) -> Trainer:
-    """Do what `run_trainer` does, for a schedule of the learning rate that spans `steps`."""
+    """Return the trainer for data of `splits`, with a schedule of the learning rate over `steps`."""
     check_sequence_parallel(config, backend)
     trainer = trainer_for(config, shape=splits.sample_shape, classes=splits.classes, backend=backend, steps=steps)
     check_shapes(trainer.model, splits, model_family(config.model).loss())
@@ -63,7 +63,7 @@ def check_sequence_parallel(config: Config, backend: Backend) -> None:
 
 
 def trainer_for(config: Config, shape: Any, classes: int | None, backend: Backend, steps: int) -> Trainer:
-    """Return the trainer of what `config` names, for any data of that shape.
+    """Return the trainer of `config`, for any data of that shape.
 
     Args:
         config: of the run.

@@ -378,7 +378,7 @@ MISTAKES = (
     (["generate", "words", "--prompt", "a", "--temperature", "-1"], ["--temperature", "at least 0", "-1.0"]),
     (["generate", "words", "--prompt", "a", "--top-k", "0"], ["--top-k", "at least 1", "Received: 0"]),
     (["generate", "words", "--prompt-file", "nothing.txt"], ["--prompt-file nothing.txt", "No such file"]),
-    (["generate", "colours", "--prompt", "a"], ["no language model", "'class_folders'"]),
+    (["generate", "colours", "--prompt", "a"], ["not a language model", "'class_folders'"]),
     (["generate", "words", "--prompt", "a", "--checkpoint", "last"], ["best, newest, or the number", "'last'"]),
     (["predict", "letters", "x.npz", "--out", "none/x.csv"], ["--out", "folder that exists", "none/x.csv"]),
     (["predict", "letters", "x.npz", "--out", "/proc/x.csv"], ["--out /proc/x.csv cannot be written"]),

@@ -1,4 +1,4 @@
-"""What Keras 2 and TensorFlow 1 have and Keras 3 and TensorFlow 2 lack, and what to write instead.
+"""Replacements for parts of Keras 2 and TensorFlow 1 that Keras 3 and TensorFlow 2 lack.
 
 Whether a module has a name, and a function an argument, is read from the installed packages (`packages.py`). Here is
 what cannot be seen there: members of objects, arguments behind `**kwargs`, file endings, and advice.
@@ -53,7 +53,7 @@ OPTIMIZER_MEMBERS = {
 REFUSED_BY_WRAPPED = {
     *("get_gradients", "get_updates", "get_slot", "get_slot_names", "decay", "loss_scale", "get_unscaled_gradients")
 }
-"""Those that optimizers from `hvd.DistributedOptimizer` lack, too."""
+"""Members that optimizers from `hvd.DistributedOptimizer` lack, too."""
 
 KEYWORDS = {
     "compile": {

@@ -1,4 +1,4 @@
-"""Evaluation of a run's checkpoint, on its own validation data or on others: what `evaluate` does on every rank."""
+"""`evaluate` on every rank: evaluate a run's checkpoint, on its validation data or on other data."""
 
 import json
 import re
@@ -123,7 +123,7 @@ class Batches:
 
     @property
     def bad(self) -> list[str]:
-        """What is wrong with each sample that was left out."""
+        """Descriptions of the skipped samples."""
         return [text for part in self._parts for _, text in sorted(left_out(part).items())]
 
 

@@ -34,7 +34,7 @@ WRITERS: dict[str, Callable[[Any, Path], object]] = {
     ".weights.h5": lambda model, file: model.save_weights(file),
     ARRAYS: lambda model, file: _save_arrays(_arrays_of(model), file),
 }
-"""What writes a model, by the end of the file's name."""
+"""Writers of a model by file suffix."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Text from a run's language model: what `generate` does on every rank."""
+"""`generate` on every rank: text from a run's language model."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,7 +19,7 @@ from hvdtrain.runs.use.model import softmax, trained_model
 from hvdtrain.runtime.session import Session
 
 INCOMPLETE = "\ufffd"
-"""What the bytes of a character decode to before the last of them is there."""
+"""Decoded form of a character whose last bytes are missing."""
 
 
 def check_language_model(description: RunDescription, name: str) -> None:
@@ -35,7 +35,7 @@ def check_language_model(description: RunDescription, name: str) -> None:
     text = description.preprocessing.text
     if text is None:
         raise DataError(
-            f"{name} is no language model: it was trained on the data source {description.data!r}, not on text "
+            f"{name} is not a language model: it was trained on the data source {description.data!r}, not on text "
             "(--data text). predict uses it."
         )
     if text.masked:

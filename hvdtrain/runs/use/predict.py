@@ -1,7 +1,7 @@
-"""Predictions of a run: what `predict` does on every rank.
+"""`predict` on every rank: predictions of a run.
 
 Every rank predicts its part of each batch, and the primary writes all of them in the order of the samples. Each rank
-calls the model on equally many samples, whatever their number: predictions do not depend on the number of ranks.
+calls the model on equally many samples, so that predictions do not depend on the number of ranks.
 """
 
 import csv
@@ -33,7 +33,7 @@ DIGITS = 6
 
 @dataclass(frozen=True)
 class RowFormat:
-    """How predictions are written."""
+    """Format of the predictions."""
 
     form: Format = "csv"
     top: int = 1
@@ -154,7 +154,7 @@ def _cell(value: Any) -> str:
 
 @dataclass(frozen=True)
 class PredictOptions:
-    """How samples are predicted and written."""
+    """Options of a prediction."""
 
     checkpoint: str = "newest"
     """`newest`, `best`, or the number of a step."""
@@ -255,5 +255,5 @@ def _gathered(parts: Any, backend: Backend) -> Any:
 
 
 def _filled(inputs: Any, size: int) -> Any:
-    """Repeat the last sample up to `size` samples: the model is compiled once, and computes alike on any rank."""
+    """Repeat the last sample up to `size` samples: the model is compiled once, and every rank computes the same."""
     return tf.nest.map_structure(lambda tensor: tf.gather(tensor, tf.minimum(tf.range(size), len(tensor) - 1)), inputs)

@@ -126,7 +126,7 @@ def test_a_model_that_looks_ahead_is_refused():
         (description(outputs="values"), "no logits of tokens"),
         (
             RunDescription("digits", {}, 10, "logits", Preprocessing(image=ImageInputs(8, 8, 1))),
-            "runs/x is no language model: it was trained on the data source 'digits'",
+            "runs/x is not a language model: it was trained on the data source 'digits'",
         ),
     ],
 )
