@@ -17,8 +17,7 @@ from hvdtrain.config.files import FilesRead, digest
 from hvdtrain.config.run import Config
 from hvdtrain.config.runtime import BackendName, RuntimeConfig
 from hvdtrain.config.sampling import Sampling
-from hvdtrain.runs.folder import RunFolder, opened
-from hvdtrain.runs.places import check_located, located, start_folder
+from hvdtrain.runs.folder import RunFolder, check_located, located, opened, start_folder
 from hvdtrain.runtime.control.agreement import on_first
 from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.session import Session

@@ -16,8 +16,7 @@ from hvdtrain.config.parallel import DATA_AXES, parse_axes
 from hvdtrain.config.run import NAMED_WITH_ARGUMENTS, Config, without_foreign_arguments
 from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.recipes import DEFAULT, RECIPES, describe, recipe
-from hvdtrain.runs.folder import RunFolder
-from hvdtrain.runs.places import check_located, given_here, located, start_folder
+from hvdtrain.runs.folder import RunFolder, check_located, given_here, located, start_folder
 from hvdtrain.runtime.control.agreement import on_first
 from hvdtrain.runtime.mesh import Mesh, process_sets_of
 from hvdtrain.runtime.session import Session

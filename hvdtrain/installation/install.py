@@ -16,12 +16,10 @@ from filelock import FileLock, Timeout
 from packaging.requirements import Requirement
 
 from hvdtrain.config.errors import SetupError
-from hvdtrain.installation.build import build_wheel
+from hvdtrain.installation.build import TENSORFLOW_NAMES, build_wheel, cache_folder, find_wheel, keep_wheel, wheel_key
 from hvdtrain.installation.gpu import Gpu, choose_gpu
 from hvdtrain.installation.mpi import OPENMPI, Mpi, choose_mpi
-from hvdtrain.installation.pip import Pip
-from hvdtrain.installation.steps import Steps, install_with, say
-from hvdtrain.installation.wheel import TENSORFLOW_NAMES, cache_folder, find_wheel, keep_wheel, wheel_key
+from hvdtrain.installation.steps import Pip, Steps, install_with, say
 from hvdtrain.runtime.diagnosis.diagnose import check_gloo, check_horovod_alone, check_mpi, check_mpi_alone
 from hvdtrain.runtime.diagnosis.software import TENSORFLOW
 from hvdtrain.runtime.horovod_patches import patched_version

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from hvdtrain.models import transformer as transformer
-from hvdtrain.models.family import ModelFamily
+from hvdtrain.models.registry import ModelFamily
 
 IGNORED = -1
 """Target at positions that are not predicted."""

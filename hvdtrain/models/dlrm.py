@@ -13,7 +13,7 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.model import EmbeddingSharding
 from hvdtrain.layers.embedding import ShardedEmbedding, TableLookups
 from hvdtrain.layers.slices import ranks_along
-from hvdtrain.models.family import ModelFamily, dense, path_seed
+from hvdtrain.models.registry import ModelFamily, dense, path_seed
 
 
 def build(

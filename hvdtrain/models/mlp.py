@@ -5,7 +5,7 @@ from typing import Any
 import keras
 
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.models.family import Rules, classifier, dense
+from hvdtrain.models.registry import Rules, classifier, dense
 
 
 def build(shape: tuple[int, ...], classes: int, seed: int, *, depth: int = 3, width: int = 1024) -> keras.Model:

@@ -11,7 +11,7 @@ import keras
 
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.layers.experts import MixtureOfExperts
-from hvdtrain.models.family import Rules, classifier, path_seed
+from hvdtrain.models.registry import Rules, classifier, path_seed
 from hvdtrain.models.transformer import dense_mlp, language_model
 from hvdtrain.models.transformer import rules as transformer_rules
 

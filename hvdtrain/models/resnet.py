@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.models.family import classifier, dense, path_seed
+from hvdtrain.models.registry import classifier, dense, path_seed
 
 
 def conv_norm(x: Any, channels: int, kernel: int, stride: int, seed: int, name: str, *, gamma: str = "ones") -> Any:

@@ -5,7 +5,7 @@ from typing import Any
 import keras
 
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.models.family import classifier, path_seed
+from hvdtrain.models.registry import classifier, path_seed
 
 
 def build(shape: tuple[int, ...], classes: int, seed: int, *, width: int = 32, hidden: int = 128) -> keras.Model:

@@ -11,7 +11,7 @@ import keras
 
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.layers.slices import reinitialize
-from hvdtrain.models.family import Rules, classifier, path_seed
+from hvdtrain.models.registry import Rules, classifier, path_seed
 
 STDDEV = 0.02
 """Standard deviation of initial kernels and embeddings, as in GPT-2."""

@@ -17,7 +17,7 @@ from hvdtrain.compat.keras import flatten_layers
 from hvdtrain.config.errors import CheckpointError, ConfigError
 from hvdtrain.config.user_code import load_function
 from hvdtrain.data.batch import Batch
-from hvdtrain.runs import places
+from hvdtrain.runs import folder
 from hvdtrain.runs.description import described
 from hvdtrain.runs.folder import RunFolder, opened
 from hvdtrain.runs.use.model import trained_model
@@ -123,7 +123,7 @@ def _model_of_run(session: Session, run: RunFolder, path: Path) -> Any:
     """Return a context that gives the model of a run's checkpoint, with the averages of its weights if it has any."""
     _, config = opened(run.path, "checkpoint export")
     description = described(run, "checkpoint export")
-    config = places.located(config, places.start_folder(run))
+    config = folder.located(config, folder.start_folder(run))
     like = Batch(inputs=description.zeros(), targets=None, sample_weight=None, has_samples=1.0, global_samples=1)
     return trained_model(config, description, path, "newest", backend_for(session), like)
 

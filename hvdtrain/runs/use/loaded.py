@@ -17,8 +17,7 @@ from hvdtrain.data.sources.table_file import rows_in_memory
 from hvdtrain.data.sources.tokenizers import Tokenizer, tokenizer_of
 from hvdtrain.models.registry import build_model, model_family
 from hvdtrain.runs.description import RunDescription, described
-from hvdtrain.runs.folder import RunFolder, opened
-from hvdtrain.runs.places import located, start_folder
+from hvdtrain.runs.folder import RunFolder, located, opened, start_folder
 from hvdtrain.runs.use.generate import TextGenerator, check_language_model
 from hvdtrain.runs.use.model import readable_outputs
 from hvdtrain.training.objective.outputs import inputs_for

@@ -8,9 +8,9 @@ import pytest
 from hvdtrain.config.errors import SetupError
 from hvdtrain.installation import build
 from hvdtrain.installation import gpu as gpu_module
+from hvdtrain.installation.build import wheel_key
 from hvdtrain.installation.gpu import Gpu, choose_gpu, driver_cuda
 from hvdtrain.installation.mpi import Mpi
-from hvdtrain.installation.wheel import wheel_key
 
 SMI = """\
 case "$*" in

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from hvdtrain.config.errors import SetupError
-from hvdtrain.installation import build, install, wheel
+from hvdtrain.installation import build, install
 from hvdtrain.installation.steps import Steps, excerpt
 from hvdtrain.runtime.diagnosis.machine import failed
 from hvdtrain.runtime.horovod_patches import patched_version
@@ -197,5 +197,5 @@ def test_a_step_that_fails_shows_causes_from_far_up_and_the_end(tmp_path):
 
 def test_other_patches_need_another_build(machine, monkeypatch):
     machine.setup()
-    monkeypatch.setattr(wheel, "series_hashes", lambda: {"0001-other": "0"})
+    monkeypatch.setattr(build, "series_hashes", lambda: {"0001-other": "0"})
     assert builds(machine.setup()) == 1

@@ -10,8 +10,7 @@ import pytest
 
 from hvdtrain.config.errors import SetupError
 from hvdtrain.installation.build import apply_patch, patched_sources
-from hvdtrain.installation.pip import Pip
-from hvdtrain.installation.steps import Steps
+from hvdtrain.installation.steps import Pip, Steps
 from hvdtrain.runtime.python_environment import PythonEnvironment
 
 SOURCE = "one\ntwo\nthree\nfour\nfive\n"

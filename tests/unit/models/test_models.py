@@ -8,8 +8,7 @@ import pytest
 
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.model import ModelConfig
-from hvdtrain.models.family import path_seed
-from hvdtrain.models.registry import MODELS, build_model, model_family
+from hvdtrain.models.registry import MODELS, build_model, model_family, path_seed
 
 SMALL = {
     "small_cnn": {"width": 4, "hidden": 8},

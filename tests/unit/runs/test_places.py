@@ -12,8 +12,7 @@ from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.config.files import to_yaml
 from hvdtrain.config.run import Config
 from hvdtrain.config.user_code import load_attribute
-from hvdtrain.runs.folder import RunFolder
-from hvdtrain.runs.places import check_located, given_here, located, start_folder
+from hvdtrain.runs.folder import RunFolder, check_located, given_here, located, start_folder
 
 
 @pytest.fixture
