@@ -2,7 +2,7 @@
 
 import argparse
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,15 +116,9 @@ def _row(path: Path) -> list[str]:
     except CheckpointError as error:
         return [path.name.removeprefix("step-").lstrip("0"), "", "", decimal(size), on_command_line(error.message)]
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.saved_at))
-    scalars = found.scalars
-    return [str(scalars.get("step", "")), str(scalars.get("epoch", "")), when, decimal(size), _remark(scalars)]
-
-
-def _remark(scalars: Mapping[str, Any]) -> str:
-    best = scalars.get("best") or {}
-    if not best or best.get("step") != scalars.get("step"):
-        return ""
-    return f"best so far: {best['metric']} {best['value']:.4f}"
+    step, best = found.scalars.get("step", ""), found.scalars.get("best") or {}
+    remark = f"best so far: {best['metric']} {best['value']:.4f}" if best and best.get("step") == step else ""
+    return [str(step), str(found.scalars.get("epoch", "")), when, decimal(size), remark]
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -25,10 +25,6 @@ def main(argv: list[str]) -> int:
 
 def pack_main(argv: list[str]) -> int:
     """Pack images with a progress bar, and return the exit code."""
-    return run_here(lambda: _parser().parse_args(argv), _pack)
-
-
-def _parser() -> Parser:
     parser = Parser(
         "data pack",
         "Makes TFRecord shards of images in class folders. The images go in as they are, in an order that "
@@ -38,7 +34,7 @@ def _parser() -> Parser:
     parser.add_argument("dest", metavar="DEST", type=Path, help="new or empty folder")
     parser.add_argument("--shards", type=int, default=0, metavar="N", help="training files (default: one per 128 MB)")
     parser.add_argument("--validation", type=int, default=0, metavar="N", help="images to hold out, of each class")
-    return parser
+    return run_here(lambda: parser.parse_args(argv), _pack)
 
 
 def _pack(words: argparse.Namespace) -> int:

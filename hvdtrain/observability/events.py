@@ -232,14 +232,11 @@ class Observers(Observer):
             try:
                 tell(observer)
             except harmless as error:
-                self._leave_out(observer, error)
-
-    def _leave_out(self, observer: Observer, error: OSError) -> None:
-        self._observers.remove(observer)
-        self._on_progress = list(_progress_listeners(self._observers))
-        self._failed.append(observer)
-        drop_unreadable_output()
-        LOGGER.warning(f"{observer.output} cannot be written any more ({error}). Training goes on without it.")
+                self._observers.remove(observer)
+                self._on_progress = list(_progress_listeners(self._observers))
+                self._failed.append(observer)
+                drop_unreadable_output()
+                LOGGER.warning(f"{observer.output} cannot be written any more ({error}). Training goes on without it.")
 
 
 def _progress_listeners(observers: Iterable[Observer]) -> Iterable[Callable[[int], None]]:

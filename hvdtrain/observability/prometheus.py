@@ -149,11 +149,7 @@ class PrometheusExporter(Observer):
 def open_exporter(port: int, host: str, extra: Extra, *, again: bool = False) -> Observer:
     """Return the exporter of a run, and log its URL.
 
-    Args:
-        port: see `PrometheusExporter`.
-        host: see there.
-        extra: see there.
-        again: whether the job was served before: a port that is taken by now is then a warning.
+    With `again`, the job was served before: a port that is taken by now is a warning.
 
     Raises:
         ConfigError: it cannot listen there.

@@ -106,12 +106,7 @@ def read_description(folder: RunFolder, files: FilesRead | None = None) -> RunDe
 
 
 def described(folder: RunFolder, verb: str, files: FilesRead | None = None) -> RunDescription:
-    """Return the description in a run's folder.
-
-    Args:
-        folder: the run.
-        verb: who asks, for the message.
-        files: reads it.
+    """Return the description in a run's folder; messages name `verb`.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -155,14 +150,7 @@ def _on_this_host(path: Path, files: FilesRead) -> Path:
 
 
 def describe_run(config: DataConfig, splits: "DataSplits", model: Any, loss: Any) -> RunDescription:
-    """Return the description of a model for the samples of `splits`.
-
-    Args:
-        config: options of the data.
-        splits: the samples that it is trained on.
-        model: a built Keras model.
-        loss: its loss, or a dict or list of losses.
-    """
+    """Return the description of a built Keras model and its loss, or losses, for the samples of `splits`."""
     from hvdtrain.models.objective import output_kind
 
     kind = output_kind(model, loss, splits.classes)

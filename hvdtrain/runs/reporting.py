@@ -97,8 +97,10 @@ def info_of(
     folder: RunFolder,
 ) -> RunInfo:
     """Return the facts about the run for its observers."""
+    own = {"model": config.model.model, "data": config.data.data}
+    words = [f"{name} {value}" for name, value in own.items() if is_user_code(value)]
     return RunInfo(
-        recipe=_described(config),
+        recipe=", ".join([config.recipe, *words]),
         **who_trains(backend),
         launcher=session.environment.launcher,
         global_batch=data.batch,
@@ -114,13 +116,6 @@ def info_of(
         threads=session.plan.threads,
         wording=on_command_line,
     )
-
-
-def _described(config: Config) -> str:
-    """Return the recipe's name, and the user's own code where it takes the place of the recipe's."""
-    own = {"model": config.model.model, "data": config.data.data}
-    words = [f"{name} {value}" for name, value in own.items() if is_user_code(value)]
-    return ", ".join([config.recipe, *words])
 
 
 def has_package(package: str, what: str, extra: str) -> bool:

@@ -23,14 +23,7 @@ from hvdtrain.state.scalars import Scalars
 
 
 def interrupted(folder: RunFolder, step: int, total_steps: int, environment: Environment) -> str:
-    """Return the message of an interrupted run: how to resume it.
-
-    Args:
-        folder: of the run.
-        step: finished optimizer steps.
-        total_steps: at which the run is to end.
-        environment: who started this process, and how many others.
-    """
+    """Return the message of a run that was interrupted at `step`: how to resume it."""
     saved = [step_of(path) for path in complete(folder.checkpoints)] if folder.checkpoints.is_dir() else []
     where = f"interrupted at step {step} of {total_steps}"
     if not saved:
@@ -77,13 +70,7 @@ def newest_of_run(checkpoints: Checkpointer, run: Path, resume: Resume) -> Path 
 
 
 def is_finished(folder: RunFolder, config: Config, backend: Backend) -> bool:
-    """Return whether the run in `folder` is finished, and log it. Collective.
-
-    Args:
-        folder: of the run.
-        config: as it is asked for now: longer training is not finished.
-        backend: the ranks.
-    """
+    """Return whether the run in `folder` has trained as long as `config` asks, and log it. Collective."""
 
     def look() -> str | None:
         if not backend.primary or not folder.summary.is_file() or not folder.config.is_file():
@@ -101,12 +88,7 @@ def is_finished(folder: RunFolder, config: Config, backend: Backend) -> bool:
 def check_samples(before: Mapping[str, Any] | None, now: Identity, config: Config, earlier: Config, run: Path) -> None:
     """Refuse other samples than the run in the folder `run` was trained on.
 
-    Args:
-        before: what its checkpoint says of them; None where an earlier version wrote it.
-        now: those that are there.
-        config: where they are now.
-        earlier: where they were.
-        run: the folder.
+    `before` is their identity in the checkpoint, None where an earlier version wrote it.
 
     Raises:
         DataError: saying what differs.
@@ -124,11 +106,7 @@ def check_samples(before: Mapping[str, Any] | None, now: Identity, config: Confi
 def settle_processes(scalars: Scalars, data: TrainingData, processes: int, run: Path) -> None:
     """Refuse to resume within an epoch on another number of processes if their shares of the files depend on it.
 
-    Args:
-        scalars: of the run in the folder `run`; the number is noted there.
-        data: its training samples.
-        processes: how many read them.
-        run: the folder.
+    The number is noted in `scalars`.
 
     Raises:
         ConfigError: naming the number that can go on.

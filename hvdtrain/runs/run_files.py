@@ -27,12 +27,7 @@ from hvdtrain.training.trainer import Trainer
 
 
 class StartFiles:
-    """Files that a run's checkpoints need: `config.yaml`, `env.json` and the description.
-
-    Args:
-        folder: of the run.
-        lock: this job's on the folder.
-    """
+    """Files that a run's checkpoints need: `config.yaml`, `env.json` and the description."""
 
     def __init__(self, folder: RunFolder, lock: FolderLock) -> None:
         self._folder = folder
@@ -67,11 +62,7 @@ class StartFiles:
 def write_start(folder: RunFolder, config: Config, description: RunDescription, start: Path) -> None:
     """Write the configuration, the environment and the description of the model, before the first step.
 
-    Args:
-        folder: of the run.
-        config: as it was declared.
-        description: how to use the model.
-        start: the folder in which relative paths of the configuration begin.
+    `start` is the folder in which relative paths of the configuration begin.
     """
     folder.config.write_text(to_yaml(config), encoding="utf-8")
     write_json(folder.environment, {"folder": str(start), **collect_environment()})
@@ -122,15 +113,7 @@ def _save_model(folder: RunFolder, config: Config, trainer: Trainer) -> None:
 def summary_of_run(
     config: Config, session: Session, backend: Backend, trainer: Trainer, result: FitResult, *, resumed_from: int
 ) -> dict[str, Any]:
-    """Return the contents of `summary.json`, the same on every rank.
-
-    Args:
-        config: of the run.
-        session: this rank's part in the job.
-        backend: the replicas.
-        trainer: that has trained.
-        result: what came of it.
-        resumed_from: the step that it went on from; 0 if it was not resumed.
+    """Return the contents of `summary.json`, the same on every rank; `resumed_from` is a step, or 0.
 
     Raises:
         LaunchError: the ranks' parameters differ.

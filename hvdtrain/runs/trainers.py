@@ -66,11 +66,11 @@ def trainer_for(config: Config, shape: Any, classes: int | None, backend: Backen
     """Return the trainer of `config`, for any data of that shape.
 
     Args:
-        config: of the run.
+        config: the configuration.
         shape: shape of one input, or a nest of shapes.
-        classes: number of classes; None if the targets are no labels.
+        classes: number of classes; None if the targets are not labels.
         backend: the replicas.
-        steps: what the schedule of the learning rate spans.
+        steps: length of the learning rate's schedule.
 
     Raises:
         ConfigError: options that do not fit.

@@ -56,12 +56,7 @@ def evaluate(
 ) -> Evaluated:
     """Evaluate a checkpoint in `folder` on the data of `config`, distributed over all ranks.
 
-    Args:
-        session: this rank's part in the job.
-        config: of the run, with the data to evaluate.
-        folder: of the run.
-        options: what is evaluated.
-        description: of the run; None if an earlier version wrote it.
+    `config` is that of the run, with the data to evaluate; an earlier version may have written no description.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it does not fit the configuration.

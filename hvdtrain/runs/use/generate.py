@@ -160,19 +160,8 @@ def generate(
 ) -> None:
     """Continue `prompt`, and write it with its continuations.
 
-    Every rank generates some of the samples, and the primary writes all of them; on one rank the text is written as it
-    comes. A sample depends on its number and the seed alone.
-
-    Args:
-        session: this rank's part in the job.
-        config: of the run.
-        folder: of the run.
-        description: of the run.
-        prompt: the text to continue.
-        sampling: how tokens are drawn.
-        write: receives the text on the primary.
-        samples: number of continuations.
-        checkpoint: `newest`, `best`, or the number of a step.
+    Every rank generates some of the samples, and rank 0 gives all of them to `write`; on one rank the text is written
+    as it comes. A sample depends on its number and the seed alone.
 
     Raises:
         CheckpointError: there is no such checkpoint.

@@ -16,14 +16,9 @@ from hvdtrain.training.evaluation.predict import build_for
 
 
 def readable_outputs(outputs: Any, description: RunDescription) -> Any:
-    """Return probabilities where the model has classes, else the outputs as they are.
+    """Return probabilities [samples, classes] where the model has classes, else the outputs as they are.
 
-    Args:
-        outputs: arrays [samples, …], or a nest of them.
-        description: of the run.
-
-    Returns:
-        Probabilities [samples, classes], of two classes for a binary model with one output; or `outputs`.
+    They are of two classes for a binary model with one output.
     """
     if not isinstance(outputs, np.ndarray) or description.outputs == "values":
         return outputs
@@ -62,13 +57,8 @@ def trained_model(
 ) -> Iterator[Any]:
     """Yield the model as it is evaluated in training: with the averages of its weights, where there are any.
 
-    Args:
-        config: of the run.
-        description: of the run.
-        folder: of the run's checkpoints, or one of them.
-        which: `newest`, `best`, or the number of a step.
-        backend: the ranks; every rank calls this.
-        like: a batch of its inputs.
+    Collective. `folder` holds the run's checkpoints, or is one of them; `which` is `newest`, `best`, or the number of a
+    step; `like` is a batch of the model's inputs.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it does not fit the configuration.

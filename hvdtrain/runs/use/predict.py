@@ -63,9 +63,9 @@ class RowWriter:
         """Return the lines of some samples; the first ones of a CSV file follow its header.
 
         Args:
-            ids: of the samples.
+            ids: paths or rows of the samples.
             outputs: readable outputs [samples, …].
-            errors: what is wrong with each sample; "" for nothing.
+            errors: description of each sample's error, or "".
 
         Raises:
             ConfigError: outputs that do not fit into a row of a CSV file, or an option without effect.
@@ -174,24 +174,30 @@ def predict(
     options: PredictOptions,
     write: Callable[[str], None],
 ) -> int:
-    """Predict `samples` on all ranks, and return how many could not be read.
+    """Predict `samples`, the same on all ranks, and return how many could not be read. Collective.
 
-    Args:
-        session: this rank's part in the job.
-        config: of the run.
-        folder: of the run.
-        description: of the run.
-        samples: the same on every rank.
-        options: how they are predicted.
-        write: receives the lines on the primary, batch after batch.
+    `write` receives the lines on rank 0, batch after batch.
 
     Raises:
         CheckpointError: there is no such checkpoint.
         DataError: a sample cannot be read, or ranks see different samples.
     """
     backend = backend_for(session)
-    _check_same(samples, backend)
-    batches = _batches(samples, options, backend)
+    prints = gather(backend, samples.source.fingerprint().hex(), timeout=None)
+    other = next((rank for rank, theirs in enumerate(prints) if theirs != prints[0]), None)
+    if other is not None:
+        raise DataError(
+            f"What rank {other} is to predict is not what rank 0 is to: all ranks must see the same files. Use one "
+            "rank, or a file system that they share."
+        )
+    batches = SourceEvaluation(
+        samples.source,
+        batch=options.batch_size * backend.data_parallel.size,
+        index=backend.process,
+        size=backend.processes,
+        read_options=ReadOptions(finish=samples.finish, tolerated=options.tolerated),
+        gather=lambda mine: gather(backend, mine, among="data_parallel"),
+    )
     writer = RowWriter(description, options.rows, samples.id_name, errors=options.tolerated > 0)
     first = next(iter(batches))
     with trained_model(config, description, folder.checkpoints, options.checkpoint, backend, first) as model:
@@ -202,28 +208,6 @@ def predict(
                 write(writer.lines(ids, readable_outputs(outputs, description), errors))
             number += len(errors)
     return len(batches.bad.found)
-
-
-def _check_same(samples: PredictionSamples, backend: Backend) -> None:
-    """Refuse samples that differ by rank; every rank calls it."""
-    prints = gather(backend, samples.source.fingerprint().hex(), timeout=None)
-    other = next((rank for rank, theirs in enumerate(prints) if theirs != prints[0]), None)
-    if other is not None:
-        raise DataError(
-            f"What rank {other} is to predict is not what rank 0 is to: all ranks must see the same files. Use one "
-            "rank, or a file system that they share."
-        )
-
-
-def _batches(samples: PredictionSamples, options: PredictOptions, backend: Backend) -> SourceEvaluation:
-    return SourceEvaluation(
-        samples.source,
-        batch=options.batch_size * backend.data_parallel.size,
-        index=backend.process,
-        size=backend.processes,
-        read_options=ReadOptions(finish=samples.finish, tolerated=options.tolerated),
-        gather=lambda mine: gather(backend, mine, among="data_parallel"),
-    )
 
 
 def _outputs(
