@@ -347,14 +347,12 @@ def opened_output(out: Path | None) -> Iterator[Output]:
     if out is None:
         yield Output(sys.stdout)
         return
-    draft = out.with_name(f".{out.name}.{os.getpid()}.draft")
-    try:
-        file = draft.open("w", encoding="utf-8", newline="")
-    except OSError as error:
-        raise ConfigError(f"--out {out} cannot be written: {error.strerror}.") from None
-    try:
+    from hvdtrain.observability.summary import draft_of
+
+    with draft_of(out) as draft:
+        try:
+            file = draft.open("w", encoding="utf-8", newline="")
+        except OSError as error:
+            raise ConfigError(f"--out {out} cannot be written: {error.strerror}.") from None
         with file:
             yield Output(file)
-        os.replace(draft, out)
-    finally:
-        draft.unlink(missing_ok=True)

@@ -3,7 +3,8 @@
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +41,21 @@ def write_json(path: str | Path, data: Mapping[str, Any]) -> None:
 
 def replace_file(target: Path, text: str) -> None:
     """Replace the file `target` by `text` atomically."""
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    with draft_of(target) as draft, draft.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+@contextmanager
+def draft_of(target: Path) -> Iterator[Path]:
+    """Yield a path beside `target`, with the same suffix; the file written there replaces `target` at the end."""
+    draft = target.with_name(f".{os.getpid()}-{target.name}")
     try:
-        with temporary.open("w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(target)
+        yield draft
+        os.replace(draft, target)
     finally:
-        temporary.unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)
 
 
 def median_p90(samples: Sequence[float]) -> dict[str, float | None]:

@@ -1,6 +1,5 @@
 """Write a run's files: configuration, summary, curves, and the trained model."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from hvdtrain.config.files import to_yaml
 from hvdtrain.config.run import Config
 from hvdtrain.layers.convert import without_sync_batch_norm
 from hvdtrain.observability.plots import draw_curves
-from hvdtrain.observability.summary import write_json
+from hvdtrain.observability.summary import draft_of, write_json
 from hvdtrain.observability.wording import plural
 from hvdtrain.optim.schedules import scaled_learning_rate
 from hvdtrain.runs.description import RunDescription, write_description
@@ -101,13 +100,10 @@ def _write_end(folder: RunFolder, config: Config, trainer: Trainer, summary: dic
 
 
 def _save_model(folder: RunFolder, config: Config, trainer: Trainer) -> None:
-    # Keras chooses the format by the suffix, so the draft keeps it; the rename is atomic.
-    draft = folder.path / f".{folder.model.name}.{os.getpid()}.keras"
-    with trainer.averaged_weights():
+    with trainer.averaged_weights(), draft_of(folder.model) as draft:
         # Converted layers are converted back, so that the model loads without this package.
         model = without_sync_batch_norm(trainer.model) if config.training.sync_batch_norm else trainer.model
         model.save(draft)
-    os.replace(draft, folder.model)
 
 
 def summary_of_run(

@@ -1,6 +1,5 @@
 """Export of a checkpoint's model to a file that Keras or NumPy loads."""
 
-import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from hvdtrain.compat.keras import flatten_layers
 from hvdtrain.config.errors import CheckpointError, ConfigError
 from hvdtrain.config.user_code import load_function
 from hvdtrain.data.batch import Batch
+from hvdtrain.observability.summary import draft_of
 from hvdtrain.runs import folder
 from hvdtrain.runs.description import described
 from hvdtrain.runs.folder import RunFolder, opened
@@ -109,14 +109,11 @@ def _suffix(file: Path) -> str:
 
 def _written(file: Path, write: Callable[[Path], object]) -> None:
     """Call `write` with a name beside `file`, which then appears whole."""
-    draft = file.with_name(f".{os.getpid()}-{file.name}")  # Keras chooses the format by the end of the name
     try:
-        write(draft)
-        os.replace(draft, file)
+        with draft_of(file) as draft:
+            write(draft)
     except OSError as error:
         raise ConfigError(f"--to {file} cannot be written: {error}") from error
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def _model_of_run(session: Session, run: RunFolder, path: Path) -> Any:
