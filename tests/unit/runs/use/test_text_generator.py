@@ -139,8 +139,8 @@ def test_other_models_are_refused(what, answer):
     ("values", "answer"),
     [
         ({"length": 0}, "length must be at least 1. Received: 0"),
-        ({"temperature": -0.1}, "temperature must be 0 or more. Received: -0.1"),
-        ({"temperature": float("nan")}, "temperature must be 0 or more. Received: nan"),
+        ({"temperature": -0.1}, "temperature must be at least 0. Received: -0.1"),
+        ({"temperature": float("nan")}, "temperature must be at least 0. Received: nan"),
         ({"top_k": 0}, "top-k must be at least 1. Received: 0"),
         ({"seed": -1}, "seed must not be negative. Received: -1"),
     ],
