@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 
 
 @dataclass(frozen=True)
@@ -26,4 +26,4 @@ class Sampling:
         if self.top_k is not None and self.top_k < 1:
             raise ConfigError(f"--top-k must be at least 1. Received: {self.top_k}.")
         if self.seed < 0:
-            raise ConfigError(f"--seed must not be negative. Received: {self.seed}.")
+            raise ConfigError(f"{opt('seed')} must not be negative. Received: {self.seed}.")
