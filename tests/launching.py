@@ -6,9 +6,11 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
 
 import pytest
 
@@ -78,10 +80,11 @@ def start(command: Sequence[str], *, cwd: Path, stderr: int, environ: Mapping[st
     )
 
 
-def run(command: Sequence[str], *, cwd: Path, timeout: float, **environ: str) -> Finished:
-    """Run `command` to its end; after `timeout` seconds its whole process group is killed and the test fails.
+def run(command: Sequence[str], *, cwd: Path, timeout: float, code: int | None = 0, **environ: str) -> Finished:
+    """Run `command` to its end, with the exit code `code`, or any if it is None.
 
-    These are seconds in which the machine ran: see `tests.awake`.
+    After `timeout` seconds, in which the machine ran (see `tests.awake`), its whole process group is killed and the
+    test fails.
     """
     process = start(command, cwd=cwd, stderr=subprocess.PIPE, environ=environ)
     limit = awake_seconds() + timeout
@@ -94,13 +97,62 @@ def run(command: Sequence[str], *, cwd: Path, timeout: float, **environ: str) ->
             os.killpg(process.pid, signal.SIGKILL)
             out, err = process.communicate()
             pytest.fail(f"{' '.join(command)} did not end within {timeout} s:\n{out[-3000:]}\n{err[-3000:]}")
-        return Finished(process.returncode, out, err)
+        job = Finished(process.returncode, out, err)
+        assert code in (None, job.code), f"exit code {job.code}:\n{job.text[-5000:]}"
+        return job
 
 
-def hvdtrain(controller: str, size: int, *words: str, cwd: Path, timeout: float = 400, **environ: str) -> Finished:
-    """Run `python -m hvdtrain words…` under a launcher (none, gloo, mpi, horovodrun or mpirun)."""
+class Job:
+    """A job under way, with its output in a file; its process group is killed when the context ends."""
+
+    def __init__(self, command: Sequence[str], *, cwd: Path, log: str = "log", **environ: str) -> None:
+        self.folder, self.log = cwd, cwd / log
+        with self.log.open("w") as out:
+            self.process = subprocess.Popen(
+                list(command),
+                cwd=cwd,
+                env=job_environment(**environ),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def wait(self, condition: Callable[[], object] = lambda: False, *, seconds: float = 120.0) -> int | None:
+        """Wait for a condition or the end of the job, whichever comes first; return the exit code, if it has one."""
+        limit = awake_seconds() + seconds
+        while not condition() and self.process.poll() is None and awake_seconds() < limit:
+            time.sleep(0.05)
+        return self.process.poll()
+
+    def wait_for(self, text: str) -> None:
+        """Wait until the job has printed `text`."""
+        self.wait(lambda: text in self.text)
+        assert text in self.text, self.text[-3000:]
+
+
+def hvdtrain(
+    controller: str, size: int, *words: str, cwd: Path, timeout: float = 400, code: int | None = 0, **environ: str
+) -> Finished:
+    """Run `python -m hvdtrain words…` under a launcher (none, gloo, mpi, horovodrun or mpirun), as `run` does."""
     command = [*launcher(controller, size), sys.executable, "-m", "hvdtrain", *words]
-    return run(command, cwd=cwd, timeout=timeout, **environ)
+    return run(command, cwd=cwd, timeout=timeout, code=code, **environ)
+
+
+def summary_of(run_folder: Path) -> dict[str, Any]:
+    """Return the figures of a run."""
+    return json.loads((run_folder / "summary.json").read_text())
 
 
 TRAIN_ALL = """
@@ -121,22 +173,23 @@ def train_all(
 ) -> None:
     """Train what several command lines of `train` say in the same processes: TensorFlow starts once, not for each."""
     words = [sys.executable, "-c", TRAIN_ALL, json.dumps([list(command) for command in commands])]
-    job = run([*launcher(controller, size), *words], cwd=cwd, timeout=timeout, **environ)
-    assert job.code == 0, job.text[-4000:]
+    run([*launcher(controller, size), *words], cwd=cwd, timeout=timeout, **environ)
 
 
 USE_ALL = """
-import importlib, json, sys
+import json, sys
 import hvdtrain
 hvdtrain.init()
+from hvdtrain.cli import inference, train
 from hvdtrain.config.errors import UserError, on_command_line
 from hvdtrain.runtime.session import current
 commands, mistaken = json.loads(sys.argv[1])
 for verb, *words in commands:
-    module = importlib.import_module(f"hvdtrain.cli.{verb}")
     try:
-        commits = (lambda: None,) if verb == "train" else ()  # of elastic jobs
-        getattr(module, f"_{verb}")(*commits, current(), module.parse(words))
+        if verb == "train":
+            train._train(lambda: None, current(), train.parse(words))  # without the commits of elastic jobs
+        else:
+            getattr(inference, f"_{verb}")(current(), getattr(inference, f"parse_{verb}")(words))
     except UserError as error:
         if not mistaken:
             raise
@@ -148,15 +201,12 @@ for verb, *words in commands:
 
 def use_all(controller: str, size: int, commands: Sequence[Sequence[str]], *, cwd: Path, timeout: float = 400) -> str:
     """Run several command lines of evaluate, predict and generate in the same processes; return what was printed."""
-    job = run([*launcher(controller, size), *_use(commands, mistaken=False)], cwd=cwd, timeout=timeout)
-    assert job.code == 0, job.text[-4000:]
-    return job.out
+    return run([*launcher(controller, size), *_use(commands, mistaken=False)], cwd=cwd, timeout=timeout).out
 
 
 def errors_of(commands: Sequence[Sequence[str]], *, cwd: Path, timeout: float = 400) -> list[str]:
     """Run several command lines of these verbs, which must all fail, in one process; return their messages."""
     job = run(_use(commands, mistaken=True), cwd=cwd, timeout=timeout)
-    assert job.code == 0, job.text[-4000:]
     return [json.loads(line.removeprefix("ERROR ")) for line in job.out.splitlines() if line.startswith("ERROR ")]
 
 

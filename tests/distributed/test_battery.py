@@ -44,7 +44,7 @@ def battery(request, tmp_path_factory):
             launch.backend,
         ]
         begin = time.perf_counter()
-        job = run([*command, *names], cwd=folder, timeout=TIMEOUT_S, **launch.environ)
+        job = run([*command, *names], cwd=folder, timeout=TIMEOUT_S, **launch.environ, code=None)
         outcomes = json.loads(results.read_text()) if results.exists() else {}
         # What the checks did not take is the start and the end of the job.
         rest = time.perf_counter() - begin - sum(each["seconds"] for each in outcomes.values())

@@ -21,7 +21,7 @@ def launch(request, tmp_path):
     pytest.importorskip(module, reason=f"{module} is not installed")
     command = [*launcher(controller, 3), sys.executable, str(SCRIPT)]
     environ = {"XDG_CONFIG_HOME": str(tmp_path), "HVDTRAIN_JOB_SECRET": ""}
-    return lambda mode: run([*command, mode], cwd=tmp_path, timeout=TIMEOUT_S, **environ)
+    return lambda mode: run([*command, mode], cwd=tmp_path, timeout=TIMEOUT_S, **environ, code=None)
 
 
 def test_ranks_talk_to_one_another(launch):

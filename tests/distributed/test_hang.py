@@ -70,7 +70,6 @@ def test_a_rank_in_c_code_shows_it_too(played):
 def test_ranks_that_take_long_are_waited_for(folder):
     command = [*launcher("mpirun", 2), sys.executable, str(SCRIPT), "is_slow_but_well", "1", str(WELL_S)]
     outcome = run(command, cwd=folder, timeout=300)
-    assert outcome.code == 0, outcome.text
     assert outcome.out.split().count("well") == 2, outcome.text
     assert "hangs" not in outcome.text
     waits = r"rank 0 \(\S+\) waits in .* while rank 1 \(\S+\) is (loading data at step 13|in callbacks at step 3)"

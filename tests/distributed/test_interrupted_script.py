@@ -17,7 +17,12 @@ SCRIPT = Path(__file__).with_name("interrupted_script.py")
 
 def script(controller, size, folder, *kill):
     pytest.importorskip("horovod", reason="horovod is not installed")
-    return run([*launcher(controller, size), sys.executable, str(SCRIPT), str(folder), *kill], cwd=folder, timeout=90)
+    return run(
+        [*launcher(controller, size), sys.executable, str(SCRIPT), str(folder), *kill],
+        cwd=folder,
+        timeout=90,
+        code=None,
+    )
 
 
 def test_a_script_that_is_killed_goes_on_when_it_is_run_again(tmp_path):

@@ -16,7 +16,7 @@ BOTH = ("gloo", "mpirun")
 
 def launch(controller, ending, tmp_path):
     pytest.importorskip("horovod", reason="horovod is not installed")
-    return run([*launcher(controller, 2), sys.executable, str(SCRIPT), ending], cwd=tmp_path, timeout=120)
+    return run([*launcher(controller, 2), sys.executable, str(SCRIPT), ending], cwd=tmp_path, timeout=120, code=None)
 
 
 @pytest.mark.parametrize("controller", BOTH)

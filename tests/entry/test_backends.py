@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.launching import hvdtrain, launcher, run
+from tests.launching import hvdtrain, launcher, run, summary_of
 
 pytestmark = pytest.mark.xdist_group("backends")  # one process makes the run that the others are held against
 STEPS = "20"
@@ -13,8 +13,7 @@ STEPS = "20"
 
 def trained(controller, size, *words, cwd):
     job = hvdtrain(controller, size, *words, cwd=cwd)
-    assert job.code == 0, job.text[-4000:]
-    return job, json.loads((cwd / "run" / "summary.json").read_text())
+    return job, summary_of(cwd / "run")
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +73,7 @@ def test_workers_train_digits_on_a_parameter_server(tmp_path):
         "curves.png", "preprocessing.json", "logs",
     }  # fmt: skip
     # One process evaluates what the servers held, and goes on with it.
-    assert hvdtrain("none", 1, "evaluate", "run", cwd=tmp_path).code == 0
+    hvdtrain("none", 1, "evaluate", "run", cwd=tmp_path)
     evaluation = json.loads((run / "evaluation.json").read_text())
     assert evaluation["val_accuracy"] == summary["val_accuracy"]
     assert evaluation["parameter_hash"] == summary["parameter_hash"]
@@ -83,7 +82,7 @@ def test_workers_train_digits_on_a_parameter_server(tmp_path):
 @pytest.mark.extended
 def test_a_worker_that_is_killed_ends_the_job(tmp_path):
     (tmp_path / "killed.py").write_text(KILLED)
-    job = run([*launcher("gloo", 3), sys.executable, "killed.py"], cwd=tmp_path, timeout=100)
+    job = run([*launcher("gloo", 3), sys.executable, "killed.py"], cwd=tmp_path, timeout=100, code=None)
     assert "trains" in job.out
     assert job.code != 0
 

@@ -24,10 +24,8 @@ def folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("bench")
     words = ["--backends", "horovod-mpi", "plain-gloo", "parameter_server", "single"]
     suite = hvdtrain("none", 1, "bench", *words, *TINY.split(), "--accumulate", "1", cwd=place)
-    assert suite.code == 0, suite.text[-4000:]
     words = "--engines mpi4py memory tf-ring --collectives allreduce alltoall reducescatter --sizes 1KB 64KB --rounds 1"
     collectives = hvdtrain("none", 1, "bench", "collectives", *words.split(), cwd=place)
-    assert collectives.code == 0, collectives.text[-4000:]
     (made,) = (place / "bench").iterdir()
     assert f"report      bench/{made.name}/report.html" in suite.out
     assert f"report      bench/{made.name}/report.html" in collectives.out
@@ -97,14 +95,12 @@ def test_collectives_were_measured(folder):
 def test_a_printed_command_can_be_repeated(folder, tmp_path):
     commands = re.findall(r"^    (python -m hvdtrain bench side one-core .*)", (folder / "report.md").read_text(), re.M)
     job = hvdtrain("none", 1, *commands[0].split()[3:], cwd=tmp_path)
-    assert job.code == 0, job.text[-4000:]
     answer = json.loads(job.out[job.out.index("{") :])
     assert len(answer["windows_ms"]) == 1
 
 
 def test_compare_shows_that_nothing_changed(folder, tmp_path):
     job = hvdtrain("none", 1, "bench", "compare", str(folder), str(folder / "results.json"), cwd=tmp_path)
-    assert job.code == 0, job.text
     assert re.search(r"^\| horovod-mpi \| digits, 2 ranks, batch 16 \|.* 1\.000 \| too few rounds \|$", job.out, re.M)
     assert not list(tmp_path.iterdir())
 
@@ -114,14 +110,12 @@ def test_horovods_own_collectives_come_out_right(tmp_path):
     every = ["allreduce", "allgather", "reducescatter", "alltoall", "broadcast"]
     words = ["bench", "engine", "horovod-gloo", "--collectives", *every, "--sizes", "1KB"]
     job = hvdtrain("gloo", 2, *words, cwd=tmp_path)
-    assert job.code == 0, job.text[-4000:]
     assert job.out.count('"collective"') == 5
 
 
 def test_layouts_of_ranks_are_compared(tmp_path):
     words = "--parallel --model tiny --layouts tp --controllers gloo --rounds 1 --steps 40"
-    job = hvdtrain("none", 1, "bench", *words.split(), cwd=tmp_path)
-    assert job.code == 0, job.text[-4000:]
+    hvdtrain("none", 1, "bench", *words.split(), cwd=tmp_path)
     (made,) = (tmp_path / "bench").iterdir()
     cells = {cell.layout: cell for cell in read_results(made).parallel.cells}
     assert list(cells) == ["dp", "one-core", "no-exchange", "tp"]
@@ -158,7 +152,7 @@ def test_a_comparison_that_is_told_to_end_takes_its_launch_with_it(tmp_path):
 
 def test_a_backend_that_is_not_there_is_refused_in_a_line(tmp_path):
     words = ["bench", "side", "single", "digits", "--batch", "16", "--ranks", "2"]
-    job = hvdtrain("mpirun", 2, *words, cwd=tmp_path)
+    job = hvdtrain("mpirun", 2, *words, cwd=tmp_path, code=None)
     assert job.code != 0
     assert job.err.count("hvdtrain: error:") == 1
     assert "--backend single trains in one process" in job.err

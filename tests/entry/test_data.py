@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.entry.test_mistakes import refused
-from tests.launching import hvdtrain, launcher, run, train_all
+from tests.launching import hvdtrain, launcher, run, summary_of
 from tests.unit.images import tar_of, write_folders
 
 pytestmark = pytest.mark.extended
@@ -70,8 +70,7 @@ def test_ranks_come_and_go_and_no_sample_is_lost_or_repeated(tmp_path):
     legs = [("none", 1, 3), ("mpirun", 2, 8), ("gloo", 4, 14), ("none", 1, 20)]
     for number, (controller, size, last) in enumerate(legs):
         start = ["--resume", "run"] if number else first
-        job = hvdtrain(controller, size, *start, "--max-steps", str(last), cwd=tmp_path, PYTHONPATH=str(tmp_path))
-        assert job.code == 0, job.text[-4000:]
+        hvdtrain(controller, size, *start, "--max-steps", str(last), cwd=tmp_path, PYTHONPATH=str(tmp_path))
         epochs, steps = divmod(last, 5)
         assert np.bincount(visits(tmp_path / "run")).tolist()[epochs:] == [37 - 8 * steps, 8 * steps][: 1 + (steps > 0)]
 
@@ -82,9 +81,8 @@ def test_class_folders(tmp_path, controller, size):
     tar_of(tmp_path / "photos", tmp_path / "photos.tar.gz")
     words = [*IMAGES, "--data-args", "path", "photos.tar.gz", "--augment", "crop", "flip", "--run-dir", "run"]
     words += ["--cache", {1: "memory", 2: "file"}[size]]
-    job = hvdtrain(controller, size, *words, cwd=tmp_path, HVDTRAIN_CACHE=str(tmp_path / "cache"))
-    assert job.code == 0, job.text[-4000:]
-    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    hvdtrain(controller, size, *words, cwd=tmp_path, HVDTRAIN_CACHE=str(tmp_path / "cache"))
+    summary = summary_of(tmp_path / "run")
     assert summary["steps"] == 10
     assert 0.0 <= summary["data_wait"] <= 1.0
 
@@ -95,19 +93,18 @@ def test_a_damaged_image_is_named_and_can_be_left_out(tmp_path):
     for file in files[3], files[21], held[2]:
         file.write_bytes(file.read_bytes()[:50])
     words = [*IMAGES, "--data-args", "path", "photos"]
-    refused(hvdtrain("mpirun", 2, *words, "--run-dir", "one", cwd=tmp_path), "photos/", "0", ".png", "skip:N")
+    refused(
+        hvdtrain("mpirun", 2, *words, "--run-dir", "one", cwd=tmp_path, code=None), "photos/", "0", ".png", "skip:N"
+    )
     job = hvdtrain("mpirun", 2, *words, "--on-bad-record", "skip:2", "--run-dir", "two", cwd=tmp_path)
-    assert job.code == 0, job.text[-4000:]
-    summary = json.loads((tmp_path / "two/summary.json").read_text())
+    summary = summary_of(tmp_path / "two")
     assert 0 < summary["bad_records"] == len(summary["left_out"]) <= 3
     assert all(".png: " in text for text in summary["left_out"])
     assert "could not be read and did not count" in job.text
     # More epochs read the same samples: what was left out stays so, and is counted once.
     job = hvdtrain("none", 1, "--resume", "two", "--epochs", "3", cwd=tmp_path)
-    assert job.code == 0, job.text[-4000:]
-    assert json.loads((tmp_path / "two/summary.json").read_text())["left_out"] == summary["left_out"]
+    assert summary_of(tmp_path / "two")["left_out"] == summary["left_out"]
     job = hvdtrain("none", 1, "evaluate", "two", cwd=tmp_path)
-    assert job.code == 0, job.text[-4000:]
     assert "warning: 1 sample could not be read and did not count: photos/val/ant/002.png: " in job.text
     (told,) = json.loads((tmp_path / "two/evaluation.json").read_text())["left_out"]
     assert told.startswith("photos/val/ant/002.png: ")
@@ -122,7 +119,7 @@ def test_a_file_that_one_rank_does_not_have(tmp_path):
 
     def started(folder):
         script = f"HVDTRAIN_DATA=$PWD/host$(( {folder} )) exec {words}"
-        return run([*launcher("mpirun", 2), "bash", "-c", script], cwd=tmp_path, timeout=90)
+        return run([*launcher("mpirun", 2), "bash", "-c", script], cwd=tmp_path, timeout=90, code=None)
 
     refused(started(f"{rank} * 2"), "There is no", "photos", "host2")
     refused(
@@ -130,12 +127,3 @@ def test_a_file_that_one_rank_does_not_have(tmp_path):
         "samples of rank 1 are not those of rank 0 (rank 0 has 10 files, rank 1 has 12; the first that differs is bee/",
         "on rank 0 and ant/005.png",
     )
-
-
-def test_what_becomes_of_the_tail_and_blended_labels(tmp_path):
-    words = {name: f"--epochs 1 --batch 100 --tail {name} --run-dir {name}" for name in ("drop", "repeat")}
-    words["mixup"] = "--epochs 3 --augment mixup --run-dir mixup"
-    train_all("none", 1, [line.split() for line in words.values()], cwd=tmp_path, timeout=150)
-    drop, repeat, mixup = (json.loads((tmp_path / name / "summary.json").read_text()) for name in words)
-    assert (drop["steps"], repeat["steps"]) == (14, 15)
-    assert mixup["val_accuracy"] > 0.8

@@ -6,16 +6,13 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.awake import awake_seconds
-from tests.launching import hvdtrain, job_environment, launcher, run
+from tests.launching import Job, hvdtrain, launcher, run, summary_of
 
 HERE = Path(__file__).parent / "elastic_jobs"
 TRAIN = ["digits", "--model", "mlp", "--data", "slow_samples:load", "--batch", "24", "--epochs", "16"]
@@ -37,40 +34,16 @@ def discovering(folder, ranks, more=1):
     return [*launcher("gloo", ranks), *size, "--host-discovery-script", str(discover)]
 
 
-class Job:
+class ElasticJob(Job):
     """An elastic job under way in a folder."""
 
-    def __init__(self, folder, command, **environ):
-        self.folder, self.out = folder, folder / "out.txt"
-        with self.out.open("w") as out:
-            environment = job_environment(**environ)
-            self.process = subprocess.Popen(
-                command, cwd=folder, env=environment, stdout=out, stderr=out, start_new_session=True
-            )
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-
-    @property
-    def text(self):
-        return self.out.read_text(errors="replace")
-
-    def wait(self, condition=lambda: False):
-        limit = awake_seconds() + LIMIT_S
-        while not condition() and self.process.poll() is None and awake_seconds() < limit:
-            time.sleep(0.02)
-
     def wait_for_step(self, step):
-        self.wait(lambda: last_step(self.folder) >= step)
+        self.wait(lambda: last_step(self.folder) >= step, seconds=LIMIT_S)
 
     def wait_for_world(self, before, now):
         """Wait for the message of a world, and return the step with which it began."""
         message = re.compile(rf"elastic: {before} ranks? before, {now} now: goes on after step (\d+)$", re.MULTILINE)
-        self.wait(lambda: message.search(self.text))
+        self.wait(lambda: message.search(self.text), seconds=LIMIT_S)
         found = message.search(self.text)
         assert found, self.text[-6000:]
         return int(found[1])
@@ -92,7 +65,7 @@ def test_a_run_goes_on_without_a_silent_rank_and_with_another_and_is_pre_empted(
     shutil.copy(HERE / "slow_samples.py", tmp_path)
     options = ["--run-dir", "run", "--elastic", "--hang-timeout", "10"]
     command = [*discovering(tmp_path, 2), sys.executable, "-m", "hvdtrain", *TRAIN, *options]
-    with Job(tmp_path, command, PAUSE_S="0.004") as job:
+    with ElasticJob(command, cwd=tmp_path, PAUSE_S="0.004") as job:
         job.wait_for_step(30)
         job.send(0, signal.SIGSTOP)  # as silent as if its host were gone; it holds the lock on the run's folder
         lost = job.wait_for_world(2, 1)
@@ -100,8 +73,7 @@ def test_a_run_goes_on_without_a_silent_rank_and_with_another_and_is_pre_empted(
         come = job.wait_for_world(1, 2)
         job.wait_for_step(come + 10)
         job.send(1, signal.SIGTERM)
-        job.wait()
-    assert job.process.wait() == 75, job.text[-6000:]
+        assert job.wait(seconds=LIMIT_S) == 75, job.text[-6000:]
     # Which of the two hosts has rank 0 is chance.
     silent = r"horovodrun: the rank (localhost|127\.0\.0\.1)\[0\] has given no sign of life for \d+ s"
     assert re.search(silent, job.text), job.text[-6000:]
@@ -122,13 +94,12 @@ def test_a_run_goes_on_without_a_silent_rank_and_with_another_and_is_pre_empted(
 def resume(folder, run_folder, launched, size, steps):
     """Go on with a run until it has taken so many steps, and return its summary."""
     words = [*TRAIN, "--run-dir", run_folder, "--resume", "auto", "--max-steps", str(steps)]
-    job = hvdtrain(launched, size, *words, cwd=folder, timeout=LIMIT_S)
-    assert job.code == 0, job.text[-3000:]
-    return json.loads((folder / run_folder / "summary.json").read_text())
+    hvdtrain(launched, size, *words, cwd=folder, timeout=LIMIT_S)
+    return summary_of(folder / run_folder)
 
 
 def script(folder, command, name, *words):
-    return run([*command, sys.executable, str(HERE / name), *words], cwd=folder, timeout=LIMIT_S)
+    return run([*command, sys.executable, str(HERE / name), *words], cwd=folder, timeout=LIMIT_S, code=None)
 
 
 def weights_in(folder, name):
@@ -153,10 +124,7 @@ EVERYWHERE = {"compiling", "in evaluation", "while it saves", "in a callback"}
 # 40 s: each of three worlds starts and compiles anew, and one process trains the same.
 @pytest.mark.parametrize(
     ("ranks", "more", "worlds", "places"),
-    [
-        (2, 1, "2 1 2", {"compiling"}),
-        pytest.param(4, 2, "4 3 2 1 3 2", EVERYWHERE, marks=pytest.mark.extended),
-    ],
+    [(2, 1, "2 1 2", {"compiling"}), pytest.param(4, 2, "4 3 2 1 3 2", EVERYWHERE, marks=pytest.mark.extended)],
     ids=["2 ranks", "4 ranks"],
 )
 def test_a_script_that_loses_ranks_trains_as_one_process_does(tmp_path, alone, ranks, more, worlds, places):
@@ -208,11 +176,3 @@ def test_what_elastic_training_does_not_go_with_is_refused(tmp_path):
     for line, words in zip(said, expected, strict=True):
         assert words in line
         assert words == "TRAINED" or line.startswith("REFUSED")
-
-
-@pytest.mark.extended
-def test_elastic_needs_a_launcher_that_replaces_ranks(tmp_path):
-    job = hvdtrain("mpirun", 2, "digits", "--elastic", "--run-dir", "run", cwd=tmp_path)
-    assert job.code == 2
-    assert "--elastic needs a launcher that replaces ranks: horovodrun with a host discovery script" in job.text
-    assert "Received: mpirun with a fixed number of ranks" in job.text

@@ -99,6 +99,5 @@ if hvdtrain.rank() == 0:
 @pytest.mark.extended
 def test_a_child_of_a_rank_is_refused_and_the_ranks_go_on(tmp_path):
     job = run([*MPIRUN, "-np", "2", sys.executable, "-c", PARENT], cwd=tmp_path, timeout=150)
-    assert job.code == 0, job.text
     assert job.out.split("\n")[:-1] == ["code 2", "size 1", "code 0"]
     assert job.err.count("hvdtrain: error: Rank 0 of this job is process ") == 1

@@ -96,8 +96,7 @@ def home(tmp_path_factory):
     steps, rank = json.dumps([chance.randrange(3, 15) for _ in range(2)]), str(chance.randrange(4))
     for phase, code in (("start", KILLED), ("resume", 0)):
         words = [*launcher("gloo", 4), sys.executable, "script.py", phase, steps, rank]
-        job = run(words, cwd=folder, timeout=240)
-        assert job.code == code, (phase, steps, rank, job.text[-3000:])
+        run(words, cwd=folder, timeout=240, code=code)
     return folder
 
 
@@ -108,12 +107,3 @@ def test_a_resumed_training_ends_with_the_same_bits(home, name):
     assert 2 <= step < 15
     assert losses_of_resumed == losses[-len(losses_of_resumed) :]
     assert weights_of_resumed == weights
-
-
-def test_ranks_that_ask_for_different_messages_are_refused(tmp_path):
-    (tmp_path / "script.py").write_text(
-        "import os, hvdtrain\nhvdtrain.init(deterministic=os.environ['OMPI_COMM_WORLD_RANK'] == '0')\n"
-    )
-    job = run([*launcher("mpirun", 2), sys.executable, "script.py"], cwd=tmp_path, timeout=120)
-    assert job.code == 2, job.text
-    assert "deterministic is True on rank 0 but False on rank 1" in job.err

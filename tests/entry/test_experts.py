@@ -10,7 +10,7 @@ from hvdtrain import MixtureOfExperts, load_run
 from hvdtrain.config.errors import CheckpointError
 from hvdtrain.state.hashes import digest_of
 from hvdtrain.state.structure import structure_of
-from tests.launching import hvdtrain, run
+from tests.launching import hvdtrain, run, summary_of
 
 pytestmark = [pytest.mark.extended, pytest.mark.xdist_group("experts")]  # they share a reference
 
@@ -22,10 +22,9 @@ CHOICES = 2 * 8 * 64
 
 def train(folder, controller, size, name, capacity, *more, width=16):
     words = [*SMALL.format(width=width).split(), capacity, *RUN.split(), name, *more]
-    job = hvdtrain(controller, size, "moe_char", *words, cwd=folder)
-    assert job.code == 0, job.text[-4000:]
+    hvdtrain(controller, size, "moe_char", *words, cwd=folder)
     lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
-    summary = json.loads((folder / name / "summary.json").read_text())
+    summary = summary_of(folder / name)
     return summary, [line for line in lines if line["kind"] == "step"]
 
 
@@ -62,23 +61,13 @@ def test_dropped_tokens_are_logged(tmp_path):
         assert step["dropped_share"] == pytest.approx(step["dropped_tokens"] / (count * CHOICES), rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "--parallel dp=2,ep=2 --zero 3",
-        "--parallel dp=2,ep=2",
-        "--parallel ep=2,tp=2 --zero 1",
-        "--parallel cp=2,ep=2",
-        "--parallel pp=2,ep=2 --recompute",
-    ],
-)
+@pytest.mark.parametrize("words", ["--parallel dp=2,ep=2 --zero 3", "--parallel pp=2,ep=2 --recompute"])
 def test_four_ranks_train_save_and_export_what_one_process_does(tmp_path, wide, words):
     four, _ = train(tmp_path, "gloo", 4, "four", "0", *words.split(), width=128)
     assert four["parameters"] == wide["parameters"]
     for figure in ("train_loss", "val_loss", "val_accuracy"):
         assert four[figure] == pytest.approx(wide[figure], rel=1e-5), figure
     exported = hvdtrain("none", 1, "checkpoint", "export", "four", "--to", "whole.keras", cwd=tmp_path)
-    assert exported.code == 0, exported.text
     assert "from hvdtrain import MixtureOfExperts" in exported.out
     assert issubclass(MixtureOfExperts, keras.Layer), "imported, as the command says"
     model = keras.models.load_model(tmp_path / "whole.keras", compile=False)

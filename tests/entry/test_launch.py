@@ -62,11 +62,6 @@ def test_train_passes_its_arguments_on(machine, typed, launched):
     assert machine.work() == [f"horovodrun {launched}"]
 
 
-def test_train_keeps_arguments_with_spaces_whole(machine):
-    machine.setup()
-    assert machine.run("train.sh", "--run-dir", "a b", "").stdout.endswith("<--run-dir><a b><>")
-
-
 def test_train_returns_what_the_ranks_return(machine):
     machine.setup()
     assert machine.run("train.sh", "digits", FAIL="hvdtrain digits").returncode == 1
@@ -78,12 +73,6 @@ def test_train_refuses_a_number_of_ranks_that_is_none(machine, number):
     assert done.returncode == 1
     assert done.stderr == f"train: -np takes a number of ranks, as in -np 2; received: {(number or ['nothing'])[0]}\n"
     assert machine.work() == []
-
-
-def test_train_shows_its_usage_without_a_setup(machine):
-    done = machine.run("train.sh", "-h")
-    assert (done.returncode, machine.work()) == (0, [])
-    assert "launch/train.sh -np 4 digits --epochs 3" in done.stdout
 
 
 def test_train_does_not_start_when_the_setup_fails(machine):

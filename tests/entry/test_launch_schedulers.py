@@ -125,18 +125,6 @@ def test_qdel_saves_and_ends_the_job(cluster, pbs):
     assert (code, calls[1:]) == (75, ["mpiexec got SIGUSR1"])
 
 
-def test_where_nobody_may_requeue_the_job_is_submitted_again(cluster, pbs):
-    process = cluster.start("pbs.sh", "digits", SAVES="yes", QRERUN_CODE="1", **pbs)
-    cluster.until_up()
-    process.send_signal(signal.SIGUSR1)
-    code, calls = cluster.finish(process)
-    words = "digits --run-dir runs/name-7 --resume auto"
-    assert code == 75
-    assert calls[1:3] == ["mpiexec got SIGUSR1", "qrerun 7.s"]
-    again = f"-W depend=afterany:7.s -v ARGS -N name -l walltime=10:00:00 {REPO}/launch/pbs.sh"
-    assert calls[3:] == [f"qsub {again} ARGS={words} "]
-
-
 def test_lsf_starts_ranks_by_jsrun(cluster):
     sets = "--nrs 2 --rs_per_host 1 --tasks_per_rs {} --cpu_per_rs ALL_CPUS --gpu_per_rs ALL_GPUS --bind none"
     ours = "python -m hvdtrain digits --run-dir runs/name-9 --resume auto"

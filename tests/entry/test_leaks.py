@@ -78,7 +78,6 @@ def test_2000_steps_take_no_more_memory_files_or_threads(tmp_path):
     pytest.importorskip("horovod", reason="horovod is not installed")
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
     job = run([*launcher("mpirun", 2), sys.executable, "script.py"], cwd=tmp_path, timeout=200)
-    assert job.code == 0, job.text[-3000:]
     found = [json.loads(line.partition("GREW ")[2]) for line in job.out.splitlines() if "GREW " in line]
     assert len(found) == 4, job.text[-3000:]
     for leaks, rank, (memory_kb, files, threads) in found:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.runtime.control.mpi import _short
 from tests.launching import job_environment
 from tests.unit import launcher_environments as started_by
 
@@ -56,11 +55,6 @@ def test_horovods_own_init_is_refused_as_well(tmp_path):
     assert process.returncode == 2
     assert text.count(CAUSES["torchrun"]) == 1
     assert "Traceback" not in text
-
-
-def test_the_library_is_named_shortly():
-    assert _short("MPICH Version:      5.0.2\nMPICH Release date: ...") == "MPICH 5.0.2"
-    assert _short("Open MPI v4.1.8, package: ...\0") == "Open MPI v4.1.8"
 
 
 def library() -> str:

@@ -55,7 +55,6 @@ def test_the_examples_train_and_the_ranks_agree(tmp_path):
     job = run(
         [*launcher("gloo", 2), sys.executable, "examples.py"], cwd=tmp_path, timeout=200, HOROVOD_TIMELINE="DYNAMIC"
     )
-    assert job.code == 0, job.text[-4000:]
     found = re.findall(r"TRAINED (\w) (\d*) (\S+) (\w+)", job.out)
     assert len(found) == 8, job.text[-4000:]
     assert len(set(found)) == 4, f"the ranks drifted apart: {found}"
@@ -90,7 +89,6 @@ def test_the_example_of_keras_2_trains_and_the_ranks_agree(tmp_path):
     text = "\n".join([AROUND_LEGACY, LEGACY, AFTER_LEGACY])
     (tmp_path / "train.py").write_text(text)
     job = run([*launcher("mpirun", 2), sys.executable, "train.py"], cwd=tmp_path, timeout=120)
-    assert job.code == 0, job.text[-4000:]
     found = re.findall(r"TRAINED (.*)", job.out)
     assert len(found) == 2, job.text[-4000:]
     assert len(set(found)) == 1, f"the ranks drifted apart: {found}"
@@ -120,7 +118,7 @@ def elastic_job(folder, script, hosts):
     command += ["--network-interfaces", "lo", "--host-discovery-script", str(discover), sys.executable, "train.py"]
     # A rank waits so long for one that is still importing TensorFlow; Horovod cannot read a cycle time twice: the
     # second time it crashes.
-    return run(command, cwd=folder, timeout=150, HOROVOD_CYCLE_TIME="0.5")
+    return run(command, cwd=folder, timeout=150, HOROVOD_CYCLE_TIME="0.5", code=None)
 
 
 @pytest.mark.extended
@@ -147,12 +145,9 @@ def test_doctor_reads_and_rewrites_a_script(tmp_path):
     before = FIT.replace("hvdtrain.horovod.keras", "horovod.tensorflow.keras")
     (tmp_path / "train.py").write_text(before)
     job = hvdtrain("none", 1, "doctor", "--script", "train.py", "--write", cwd=tmp_path)
-    assert job.code == 0, job.text
     assert "+import hvdtrain.horovod.keras as hvd" in job.out
     assert (tmp_path / "train.py").read_text() == FIT
     job = hvdtrain("none", 1, "doctor", "--script", ".", "--all", cwd=tmp_path)
-    assert job.code == 0, job.text
     assert "train.py:5: hvd.init(...): works as is\n" in job.out
-    job = hvdtrain("none", 1, "doctor", "--script", "none.py", cwd=tmp_path)
-    assert job.code == 2
+    job = hvdtrain("none", 1, "doctor", "--script", "none.py", cwd=tmp_path, code=2)
     assert "Traceback" not in job.text

@@ -22,31 +22,9 @@ def refused(job, *words):
 
 @pytest.mark.parametrize("controller", [pytest.param("gloo", marks=pytest.mark.extended), "mpirun"])
 def test_unknown_option(tmp_path, controller):
-    job = hvdtrain(controller, 2, "digits", "--epoch", "3", cwd=tmp_path)
+    job = hvdtrain(controller, 2, "digits", "--epoch", "3", cwd=tmp_path, code=None)
     refused(job, "--epoch", "--epochs")
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.extended
-def test_a_run_folder_that_is_taken(tmp_path):
-    taken = tmp_path / "taken"
-    taken.mkdir()
-    (taken / "precious").write_text("mine")
-    refused(hvdtrain("mpirun", 2, "--run-dir", "taken", cwd=tmp_path), "--run-dir taken", "not empty", "--resume")
-    assert [path.name for path in taken.iterdir()] == ["precious"]
-    assert (taken / "precious").read_text() == "mine"
-
-
-@pytest.mark.extended
-def test_a_nan_in_the_data_is_named_with_its_step(tmp_path):
-    words = ["--data", "synthetic_images", "--data-args", "size", "8", "channels", "1", "samples", "256"]
-    words += ["nan_at", "70", "--shuffle", "False", "--run-dir", "run"]
-    # A checkpoint is due before the next logged step: it must not hold what the NaN left.
-    words += ["--checkpoint-every", "3"]
-    job = hvdtrain("mpirun", 2, *words, cwd=tmp_path)
-    refused(job, "The data hold NaN or infinite values at step 2 (epoch 1)")
-    assert not (tmp_path / "run" / "summary.json").exists()
-    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 @pytest.mark.extended
@@ -56,6 +34,7 @@ def test_ranks_with_different_configurations(tmp_path):
         [*launcher("mpirun", 1), *words, "--epochs", "2", ":", "-np", "1", *words, "--epochs", "3"],
         cwd=tmp_path,
         timeout=100,
+        code=None,
     )
     refused(job, "configuration", "rank 0", "rank 1")
     assert not (tmp_path / "run").exists()
@@ -64,7 +43,9 @@ def test_ranks_with_different_configurations(tmp_path):
 @pytest.mark.extended
 def test_a_mistake_on_one_rank_only(tmp_path):
     words = [sys.executable, "-m", "hvdtrain", "--run-dir", "run"]
-    job = run([*launcher("mpirun", 1), *words, ":", "-np", "1", *words, "--epocs", "3"], cwd=tmp_path, timeout=100)
+    job = run(
+        [*launcher("mpirun", 1), *words, ":", "-np", "1", *words, "--epocs", "3"], cwd=tmp_path, timeout=100, code=None
+    )
     refused(job, "--epocs", "rank 1")
 
 
@@ -88,7 +69,7 @@ trainer.fit(data, batch=8, epochs=1000, verbose=False)
 @pytest.mark.parametrize("controller", [pytest.param("gloo", marks=pytest.mark.extended), "mpirun"])
 def test_an_exception_on_one_rank_ends_the_job_with_its_traceback(tmp_path, controller):
     (tmp_path / "crash.py").write_text(CRASH)
-    job = run([*launcher(controller, 2), sys.executable, "crash.py"], cwd=tmp_path, timeout=150)
+    job = run([*launcher(controller, 2), sys.executable, "crash.py"], cwd=tmp_path, timeout=150, code=None)
     assert job.code != 0
     assert job.text.count("ZeroDivisionError: the file is broken") == 1, job.text[-4000:]
     assert "rank 1" in job.text

@@ -1,24 +1,18 @@
 """One run that goes on in one layout after another: the whole model stays the same, bit by bit."""
 
-import json
-
 import keras
 import pytest
 
 from hvdtrain.state.hashes import digest_of
 from hvdtrain.state.structure import structure_of
-from tests.launching import hvdtrain
+from tests.launching import hvdtrain, summary_of
 
 pytestmark = [pytest.mark.xdist_group("resharding"), pytest.mark.extended]
 SIZES = ["--model-args", "depth", "1", "width", "80", "heads", "4", "dropout", "0.0"]
 STEP = ["--schedule", "step", "--decay-at", "0.2", "--decay-factor", "1e-30", "--final-rate", "0"]
 RATE = [*STEP, "--warmup-steps", "0"]
 """After three of eighteen steps too small to change a bit of a weight: a layout saves what it has restored."""
-LAYOUTS = [
-    ("mpirun", 2, ["--parallel", "pp=2"]),
-    ("none", 1, ["--parallel", "dp=-1"]),
-    ("gloo", 2, ["--zero", "3"]),
-]
+LAYOUTS = [("mpirun", 2, ["--parallel", "pp=2"]), ("none", 1, ["--parallel", "dp=-1"]), ("gloo", 2, ["--zero", "3"])]
 
 
 def test_a_run_goes_on_in_every_layout_and_ends_as_a_whole_model(tmp_path):
@@ -48,8 +42,7 @@ def test_a_run_goes_on_in_every_layout_and_ends_as_a_whole_model(tmp_path):
         assert after["parameters"] == before["parameters"]
         assert after["val_loss"] == pytest.approx(before["val_loss"], rel=1e-5), layout
         before = after
-    exported = hvdtrain("none", 1, "checkpoint", "export", "run", "--to", "whole.keras", cwd=tmp_path)
-    assert exported.code == 0, exported.text
+    hvdtrain("none", 1, "checkpoint", "export", "run", "--to", "whole.keras", cwd=tmp_path)
     model = keras.models.load_model(tmp_path / "whole.keras", compile=False)
     assert hash_of(model) == before["parameter_hash"]
     kernel = model.get_layer("block0_mlp_in").kernel
@@ -58,9 +51,8 @@ def test_a_run_goes_on_in_every_layout_and_ends_as_a_whole_model(tmp_path):
 
 
 def summary_after(folder, controller, size, *words):
-    job = hvdtrain(controller, size, *words, cwd=folder)
-    assert job.code == 0, job.text[-4000:]
-    return json.loads((folder / "run" / "summary.json").read_text())
+    hvdtrain(controller, size, *words, cwd=folder)
+    return summary_of(folder / "run")
 
 
 def hash_of(model):

@@ -31,24 +31,15 @@ def test_a_job_under_horovodrun_trains_on_when_nobody_reads_its_output(tmp_path)
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
     command = shlex.join([*launcher("gloo", 2), sys.executable, "script.py"])
     job = run(["bash", "-c", f"{command} | head -1; exit ${{PIPESTATUS[0]}}"], cwd=tmp_path, timeout=120)
-    assert job.code == 0, job.text[-3000:]
     assert [(tmp_path / f"trained-{rank}").exists() for rank in (0, 1)] == [True, True]
     assert "Traceback" not in job.err, job.err[-3000:]
 
 
-def test_a_job_with_few_files_and_a_closed_error_stream_trains(tmp_path):
-    script = SCRIPT.replace("range(2000)", "range(2)")
-    (tmp_path / "script.py").write_text(textwrap.dedent(script))
-    command = shlex.join([*launcher("gloo", 2), sys.executable, "script.py"])
-    job = run(["bash", "-c", f"ulimit -n 64; exec {command} 2>&-"], cwd=tmp_path, timeout=120)
-    assert job.code == 0, job.text[-3000:]
-    assert [(tmp_path / f"trained-{rank}").exists() for rank in (0, 1)] == [True, True]
-
-
 def test_too_few_files_are_an_error_of_one_line_that_names_the_limit(tmp_path):
-    job = run(["bash", "-c", f"ulimit -n 8; exec {sys.executable} -m hvdtrain digits"], cwd=tmp_path, timeout=120)
+    job = run(
+        ["bash", "-c", f"ulimit -n 8; exec {sys.executable} -m hvdtrain digits"], cwd=tmp_path, timeout=120, code=1
+    )
     (line,) = job.err.splitlines()
-    assert job.code == 1
     assert line.startswith("hvdtrain: error: [Errno 24] Too many open files: "), line
     assert "A process of this job may open 8 files at a time, which are too few: start it with `ulimit -n 4096`" in line
 
@@ -57,7 +48,7 @@ def test_a_second_job_in_a_run_folder_is_refused_on_all_ranks(tmp_path):
     holder = [sys.executable, "-c", HOLDER, str(tmp_path / "run")]
     with subprocess.Popen(holder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
         assert first.stdout.readline() == "holds\n"
-        job = hvdtrain("gloo", 2, "digits", "--run-dir", "run", cwd=tmp_path)
+        job = hvdtrain("gloo", 2, "digits", "--run-dir", "run", cwd=tmp_path, code=None)
         first.kill()
     assert job.code == 2, job.text[-3000:]
     assert job.err.count("One job at a time writes to a folder. Received: run, to which process ") == 1, job.err

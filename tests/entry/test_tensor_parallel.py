@@ -1,13 +1,12 @@
 """`--parallel tp=2` and `hvdtrain.parallelize` as a user types them: trained, evaluated and exported whole."""
 
-import json
 import sys
 
 import keras
 import pytest
 
 from tests.entry.docs.pages import blocks_of
-from tests.launching import hvdtrain, launcher, run
+from tests.launching import hvdtrain, launcher, run, summary_of
 
 pytestmark = [pytest.mark.extended, pytest.mark.xdist_group("tensor_parallel")]
 SMALL = ["--max-steps", "4", "--model-args", "depth", "1", "width", "32", "heads", "4", "dropout", "0.0"]
@@ -16,45 +15,21 @@ SMALL = ["--max-steps", "4", "--model-args", "depth", "1", "width", "32", "heads
 def test_a_recipe_trains_split_and_its_checkpoint_is_whole(tmp_path):
     words = ["gpt_char", "--parallel", "tp=2", "--sequence-parallel", *SMALL, "--run-dir", "run"]
     job = hvdtrain("mpirun", 2, *words, cwd=tmp_path)
-    assert job.code == 0, job.text
     assert "horovod (mpi), 2 ranks on a mesh of tp 2 by mpirun" in job.out
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    summary = summary_of(tmp_path / "run")
     assert summary["mesh"] == {"tp": 2}
     alone = hvdtrain("none", 1, "evaluate", "run", cwd=tmp_path)
     assert f"val_loss {summary['val_loss']:.4f}" in alone.out, alone.text
-    exported = hvdtrain("none", 1, "checkpoint", "export", "run", "--to", "whole.keras", cwd=tmp_path)
-    assert exported.code == 0, exported.text
+    hvdtrain("none", 1, "checkpoint", "export", "run", "--to", "whole.keras", cwd=tmp_path)
     model = keras.models.load_model(tmp_path / "whole.keras", compile=False)
     assert model.get_layer("block0_mlp_in").kernel.shape == (32, 128)
     assert model.count_params() == summary["parameters"]
     words = ["--resume", "run", "--max-steps", "5", "--parallel", "dp=-1", "--sequence-parallel", "False"]
     job = hvdtrain("none", 1, *words, cwd=tmp_path)
-    assert job.code == 0, job.text
 
 
 def test_the_script_of_the_documentation_runs_split(tmp_path):
     (tmp_path / "script.py").write_text(blocks_of("docs/tensor_parallel.md", "python")[0].text)
     job = run([*launcher("gloo", 2), sys.executable, "script.py"], cwd=tmp_path, timeout=150)
-    assert job.code == 0, job.text
     assert job.out.count("(4, 10)") == 2
     assert "tp 2" in job.out
-
-
-def test_what_cannot_be_split_ends_the_job_with_its_name(tmp_path):
-    words = ["gpt_char", "--parallel", "tp=2", *SMALL[:-3], "1", "--run-dir", "run"]
-    job = hvdtrain("mpirun", 2, *words, cwd=tmp_path)
-    assert job.code == 2, job.text
-    assert "tp=2 does not divide the heads" in job.text
-
-
-def test_a_layout_is_needed_where_ranks_are_laid_out_along_tp(tmp_path):
-    script = """
-import keras, numpy as np, hvdtrain
-hvdtrain.init(parallel="tp=2")
-model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
-hvdtrain.Trainer(model, "adam", "mse").fit((np.zeros((8, 4)), np.zeros((8, 3))), batch=4)
-"""
-    (tmp_path / "script.py").write_text(script)
-    job = run([*launcher("gloo", 2), sys.executable, "script.py"], cwd=tmp_path, timeout=150)
-    assert job.code != 0
-    assert "nothing of the model" in job.text

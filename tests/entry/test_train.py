@@ -8,7 +8,7 @@ import yaml
 
 from hvdtrain.checkpoint.selection import find_checkpoint
 from tests.entry.docs.pages import blocks_of
-from tests.launching import hvdtrain
+from tests.launching import hvdtrain, summary_of
 
 pytestmark = pytest.mark.xdist_group("runs")  # one process makes the runs that these tests look at
 SUMMARY_KEYS = {
@@ -39,16 +39,11 @@ def runs(tmp_path_factory):
             folder = tmp_path_factory.mktemp(f"{controller}-{size}")
             where = [] if controller == "horovodrun" else ["--run-dir", "run"]
             job = hvdtrain(controller, size, "digits", "--epochs", "2", *where, cwd=folder)
-            assert job.code == 0, job.text[-4000:]
             (made,) = folder.glob("run" if where else "runs/*")
             done[controller, size] = job, made
         return done[controller, size]
 
     return run_of
-
-
-def summary_of(folder):
-    return json.loads((folder / "summary.json").read_text())
 
 
 @pytest.mark.parametrize(("controller", "size"), WORLDS)
@@ -112,7 +107,6 @@ def test_evaluate_says_what_training_said(runs, size):
     _, folder = runs("mpirun", 2)
     controller = "none" if size == 1 else "gloo"
     job = hvdtrain(controller, size, "evaluate", "run", cwd=folder.parent)
-    assert job.code == 0, job.text[-4000:]
     summary, evaluation = summary_of(folder), json.loads((folder / "evaluation.json").read_text())
     assert evaluation["val_accuracy"] == summary["val_accuracy"]
     assert evaluation["val_loss"] == pytest.approx(summary["val_loss"], rel=1e-6)
@@ -126,8 +120,7 @@ def test_its_own_config_reproduces_a_run(runs, tmp_path):
     _, folder = runs("none", 1)
     declared = yaml.safe_load((folder / "config.yaml").read_text())
     assert declared["training"]["epochs"] == 2
-    job = hvdtrain("none", 1, "--config", str(folder / "config.yaml"), "--run-dir", "again", cwd=tmp_path)
-    assert job.code == 0, job.text[-4000:]
+    hvdtrain("none", 1, "--config", str(folder / "config.yaml"), "--run-dir", "again", cwd=tmp_path)
     assert summary_of(tmp_path / "again")["parameter_hash"] == summary_of(folder)["parameter_hash"]
 
 
@@ -145,13 +138,6 @@ def test_the_saved_model_is_the_trained_one(runs):
     assert accuracy == pytest.approx(summary_of(folder)["val_accuracy"], abs=1e-6)
 
 
-def test_the_curves_are_a_picture(runs):
-    _, folder = runs("none", 1)
-    png = (folder / "curves.png").read_bytes()
-    assert png.startswith(b"\x89PNG")
-    assert len(png) > 10_000
-
-
 def test_the_best_epoch_is_kept_as_well(runs):
     _, folder = runs("mpirun", 2)
     lines = (folder / "metrics.jsonl").read_text().splitlines()
@@ -167,14 +153,12 @@ def test_a_resumed_run_ends_like_one_at_a_stretch(runs, tmp_path):
     _, folder = runs("mpirun", 2)
     words = ("digits", "--epochs", "2", "--max-steps", "30", "--checkpoint-every", "10", "--run-dir", "run")
     words += ("--keep-best", "none")
-    first = hvdtrain("mpirun", 2, *words, cwd=tmp_path)
-    assert first.code == 0, first.text[-4000:]
+    hvdtrain("mpirun", 2, *words, cwd=tmp_path)
     kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert kept == ["step-00000010", "step-00000020", "step-00000030"]
     # The disk was full, or the job was killed, while the newest was written: the one before it counts.
     (tmp_path / "run" / "checkpoints" / "step-00000030" / "index.json").unlink()
-    second = hvdtrain("mpirun", 2, "--resume", "run", "--max-steps", "46", cwd=tmp_path)
-    assert second.code == 0, second.text[-4000:]
+    hvdtrain("mpirun", 2, "--resume", "run", "--max-steps", "46", cwd=tmp_path)
     summary = summary_of(tmp_path / "run")
     assert (summary["resumed_from"], summary["steps"]) == (20, 46)
     assert summary["parameter_hash"] == summary_of(folder)["parameter_hash"]
@@ -186,10 +170,9 @@ def test_a_resumed_run_ends_like_one_at_a_stretch(runs, tmp_path):
 @pytest.mark.extended
 def test_without_horovod_one_process_trains_and_two_say_what_is_missing(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['horovod'] = None  # as if it were not there\n")
-    alone = hvdtrain("none", 1, "--epochs", "1", "--run-dir", "a", cwd=tmp_path, PYTHONPATH=str(tmp_path))
-    assert alone.code == 0, alone.text[-4000:]
+    hvdtrain("none", 1, "--epochs", "1", "--run-dir", "a", cwd=tmp_path, PYTHONPATH=str(tmp_path))
     assert summary_of(tmp_path / "a")["backend"] == "single"
-    two = hvdtrain("mpirun", 2, "--epochs", "1", "--run-dir", "b", cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    two = hvdtrain("mpirun", 2, "--epochs", "1", "--run-dir", "b", cwd=tmp_path, PYTHONPATH=str(tmp_path), code=None)
     assert two.code != 0
     assert two.err.count("Horovod is not installed") == 1
     assert "python -m hvdtrain setup" in two.err

@@ -6,14 +6,10 @@ import shutil
 import numpy as np
 import pytest
 
-from tests.launching import hvdtrain, use_all
+from tests.launching import hvdtrain, summary_of, use_all
 
 pytestmark = [pytest.mark.extended, pytest.mark.xdist_group("update_rules")]
 DIGITS = ["digits", "--epochs", "2", "--run-dir"]
-
-
-def summary_of(folder):
-    return json.loads((folder / "summary.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -40,16 +36,6 @@ def test_a_run_with_slices_says_so_and_is_the_plain_run(sharded, run, options, s
         assert summary[figure] == pytest.approx(plain[figure], rel=1e-5)
 
 
-@pytest.mark.parametrize(("run", "tensors"), [("run", "optimizer/velocities/"), ("parameters", "model/")])
-def test_a_checkpoint_holds_the_slices_of_all_ranks(sharded, run, tensors):
-    folder, _ = sharded
-    newest = sorted((folder / run / "checkpoints").iterdir())[-1]
-    manifest = json.loads((newest / "index.json").read_text())
-    text = json.dumps(manifest)
-    assert text.count(tensors) >= 2
-    assert len({path.name for path in newest.iterdir()} - {"index.json"}) >= 2, "one file for each rank"
-
-
 def test_any_number_of_ranks_goes_on_with_the_slices_in_any_stage(sharded, tmp_path):
     folder, _ = sharded
     goes_on = {"slots": "run", "parameters": "parameters", "on four": "run"}
@@ -69,8 +55,7 @@ def test_any_number_of_ranks_goes_on_with_the_slices_in_any_stage(sharded, tmp_p
 
 def test_slices_of_parameters_are_exported_as_the_whole_model(sharded):
     folder, _ = sharded
-    job = hvdtrain("none", 1, "checkpoint", "export", "parameters", "--to", "whole.keras", cwd=folder)
-    assert job.code == 0, job.text[-4000:]
+    hvdtrain("none", 1, "checkpoint", "export", "parameters", "--to", "whole.keras", cwd=folder)
     import keras
 
     exported, at_the_end = (
@@ -81,12 +66,10 @@ def test_slices_of_parameters_are_exported_as_the_whole_model(sharded):
 
 
 def test_local_steps_end_with_one_model_on_all_ranks(tmp_path):
-    job = hvdtrain("gloo", 2, *DIGITS, "run", "--local-steps", "4", "--average-slots", cwd=tmp_path)
-    assert job.code == 0, job.text[-4000:]
+    hvdtrain("gloo", 2, *DIGITS, "run", "--local-steps", "4", "--average-slots", cwd=tmp_path)
     summary = summary_of(tmp_path / "run")
     assert summary["options"] == {"local_steps": 4, "average_slots": True}
     assert summary["val_accuracy"] > 0.85  # the ranks' hashes were compared before it was written
-    again = hvdtrain("none", 1, "evaluate", "run", cwd=tmp_path)
-    assert again.code == 0, again.text[-4000:]
+    hvdtrain("none", 1, "evaluate", "run", cwd=tmp_path)
     evaluated = json.loads((tmp_path / "run" / "evaluation.json").read_text())
     assert evaluated["val_loss"] == pytest.approx(summary["val_loss"], rel=1e-5)

@@ -76,7 +76,7 @@ class CleanVenv:
             f"{name}={value}" for name, value in os.environ.items() if name.startswith(("PIP_", "HOME", "HVDTRAIN_"))
         ]
         command = ["env", "-i", *kept, f"PATH={_system_path()}", "bash", "-c", f"set -e\n{activate}{script}"]
-        return run(command, cwd=self.empty, timeout=timeout)
+        return run(command, cwd=self.empty, timeout=timeout, code=None)
 
 
 def _system_path() -> str:

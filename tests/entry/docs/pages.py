@@ -58,8 +58,3 @@ def blocks_of(page: str, *languages: str) -> tuple[Block, ...]:
             line = text.count("\n", 0, match.start("text")) + 1
             found.append(Block(page, line, match["language"], match["text"], match["reason"] or ""))
     return tuple(found)
-
-
-def commands_of(page: str) -> list[str]:
-    """Return the commands of a page's bash blocks."""
-    return [command for block in blocks_of(page, "bash") for command in block.commands]

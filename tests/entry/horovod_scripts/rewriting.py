@@ -5,7 +5,6 @@ from pathlib import Path
 from hvdtrain.cli.main import main
 
 HERE = Path(__file__).parent
-FLAVOURS = ("keras_3", "tf_keras")
 
 VARIABLES = (".variables()", ".variables")
 METRICS = ("reset_states", "reset_state")
@@ -13,14 +12,12 @@ CHANGES: dict[str, dict[str, list[tuple[str, str]]]] = {
     # What Keras 3 does not have. With TF_USE_LEGACY_KERAS=1 none of this is needed.
     "keras_3": {
         "tensorflow2_keras_mnist.py": [("        experimental_run_tf_function=False,\n", "")],
-        "tensorflow2_keras_synthetic_benchmark.py": [(", experimental_run_tf_function=False", "")],
         "tensorflow2_mnist.py": [VARIABLES],
         "tensorflow2_synthetic_benchmark.py": [VARIABLES],
         "keras_mnist_advanced.py": [
             ("tf.compat.v1.keras.backend.set_session(tf.compat.v1.Session(config=config))\n", ""),
             ("model.fit_generator(", "model.fit("),
         ],
-        "tensorflow_mnist_eager.py": [VARIABLES],
         "keras_mnist_elastic.py": [("    experimental_run_tf_function=False,\n", "")],
         "mnist_elastic.py": [("opt.lr", "opt.learning_rate")],
         "bert.py": [
@@ -39,7 +36,7 @@ CHANGES: dict[str, dict[str, list[tuple[str, str]]]] = {
         "keras_mnist.py": [
             ("\nimport keras\n", "\nfrom tensorflow import keras\n"),
             ("\nfrom keras", "\nfrom tensorflow.keras"),
-        ],
+        ]
     },
 }
 

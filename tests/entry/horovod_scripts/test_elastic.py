@@ -31,7 +31,7 @@ def elastic_job(folder, flavour, script, arguments):
     words = [sys.executable, str(HERE / "run_elastic.py"), str(folder / f"{script}.py"), *arguments.split()]
     command = [*launcher("gloo", 2), *options, "--host-discovery-script", str(discover), *words]
     # Horovod cannot read a cycle time twice: without the face it would crash in the reset.
-    return run(command, cwd=folder, timeout=600, HOROVOD_CYCLE_TIME="0.5", **environment_of(flavour))
+    return run(command, cwd=folder, timeout=600, HOROVOD_CYCLE_TIME="0.5", **environment_of(flavour), code=None)
 
 
 @pytest.mark.parametrize(("flavour", "script", "arguments"), JOBS, ids=lambda value: value.split()[0])

@@ -73,11 +73,7 @@ if hvd.rank() == 0:
     callbacks.append(tf.keras.callbacks.CSVLogger(os.path.join(args.output_dir, "history.csv")))
 
 history = model.fit(
-    train_data,
-    validation_data=valid_data,
-    epochs=args.epochs,
-    callbacks=callbacks,
-    verbose=2 if hvd.rank() == 0 else 0,
+    train_data, validation_data=valid_data, epochs=args.epochs, callbacks=callbacks, verbose=2 if hvd.rank() == 0 else 0
 )
 if hvd.rank() == 0:
     with open(os.path.join(args.output_dir, "rates.json"), "w") as file:

@@ -23,10 +23,7 @@ clicks = (categories.sum(axis=-1) % 2).astype("float32")
 
 embedding = tf.Variable(tf.random.normal([rows, width]), name="table_%d" % hvd.rank())
 model = tf.keras.Sequential(
-    [
-        tf.keras.layers.Dense(16, activation="relu", input_shape=(world_size * width,)),
-        tf.keras.layers.Dense(1),
-    ]
+    [tf.keras.layers.Dense(16, activation="relu", input_shape=(world_size * width,)), tf.keras.layers.Dense(1)]
 )
 dense_optimizer = tf.keras.optimizers.SGD(0.1)
 table_optimizer = tf.keras.optimizers.SGD(0.1)

@@ -18,10 +18,7 @@ x_train = (x_train[hvd.rank() :: hvd.size(), ..., None] / 255.0).astype("float32
 y_train = y_train[hvd.rank() :: hvd.size()]
 
 base = tf.keras.Sequential(
-    [
-        tf.keras.layers.Conv2D(4, 3, strides=2, activation="relu", input_shape=(28, 28, 1)),
-        tf.keras.layers.Flatten(),
-    ]
+    [tf.keras.layers.Conv2D(4, 3, strides=2, activation="relu", input_shape=(28, 28, 1)), tf.keras.layers.Flatten()]
 )
 base.trainable = False
 model = tf.keras.Sequential([base, tf.keras.layers.Dense(10)])
