@@ -297,12 +297,6 @@ def test_a_backup_goes_on_and_is_removed_at_the_end(tmp_path):
     assert not (tmp_path / "backup").exists()
 
 
-def test_a_backup_stays_where_it_is_to(tmp_path):
-    backup = keras.callbacks.BackupAndRestore(tmp_path, double_checkpoint=True, delete_checkpoint=False)
-    trainer_of().fit(X, Y, epochs=3, callbacks=[backup], **QUIET)
-    assert steps_in(tmp_path) == [2 * STEPS, 3 * STEPS]
-
-
 def test_backups_that_cannot_work_are_refused(tmp_path):
     def fit(*callbacks, **options):
         trainer_of().fit(X, Y, callbacks=list(callbacks), **options, **QUIET)

@@ -90,13 +90,6 @@ def settings(optimizer=None, seed=0, callbacks=(), **options):
     return settings_of(seed, StepOptions(**options), optimizer or keras.optimizers.SGD(0.1), callbacks)
 
 
-def test_scalars_of_numpy_are_settings_like_others():
-    assert settings(clip_norm=np.float64(0.5)) == settings(clip_norm=0.5) != settings(clip_norm=np.float64(0.25))
-    for scalar in (np.float32, np.float64):
-        half, quarter = (keras.optimizers.Adam(0.1, beta_1=scalar(value)) for value in (0.5, 0.25))
-        assert settings(half) == settings(keras.optimizers.Adam(0.1, beta_1=0.5)) != settings(quarter)
-
-
 def test_what_is_broadcast_or_counted_up_may_differ():
     assert settings(keras.optimizers.SGD(0.1)) == settings(keras.optimizers.SGD(0.2))
     assert settings(callbacks=[keras.callbacks.CSVLogger("x")]) == settings()

@@ -1,17 +1,13 @@
 """Layers that are frozen or unfrozen between two calls of `fit`, and the position in the data of the second one."""
 
-from dataclasses import asdict
-
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdtrain.checkpoint.checkpointer import Checkpointer
 from hvdtrain.optim.precision import LossScaleOptimizer
 from hvdtrain.state.callbacks import callback_states, restore_callbacks
 from hvdtrain.training.inputs import training_data
-from hvdtrain.training.loop.loop import Plan
 from hvdtrain.training.trainer import Trainer
 from tests.builders import cross_entropy, samples
 
@@ -56,8 +52,7 @@ def scaled():
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "frozen"),
-    [(momentum, (0, None, 0, None)), (momentum, (0, 1)), (scaled, (None, 0)), (scaled, (0, 1))],
+    ("optimizer", "frozen"), [(momentum, (0, None, 0, None)), (momentum, (0, 1)), (scaled, (None, 0)), (scaled, (0, 1))]
 )
 def test_what_is_trained_follows_the_layers(frozen, optimizer):
     """The reference knows all variables from the beginning: slots that nobody moves stay zero."""
@@ -128,17 +123,6 @@ def test_the_model_can_be_saved_and_loaded_after_that(tmp_path):
 # -- the position in the data --
 
 
-def test_a_second_fit_on_other_data_counts_its_steps_on():
-    trainer = Trainer(two_layers(), "sgd", CROSSENTROPY)
-    trainer.fit((X, Y), **OPTIONS, epochs=2)
-    assert (trainer.state.scalars.step, trainer.state.scalars.epoch) == (6, 2)
-    result = trainer.fit((X[:32], Y[:32]), **OPTIONS)
-    scalars = trainer.state.scalars
-    assert (scalars.step, scalars.epoch, scalars.step_in_epoch) == (8, 3, 0)
-    assert (result.steps, result.epochs) == (8, 3)
-    assert int(trainer.optimizer.iterations) == 8
-
-
 class StopsAt(keras.callbacks.Callback):
     def __init__(self, batches):
         super().__init__()
@@ -156,30 +140,6 @@ def test_a_fit_that_was_stopped_within_an_epoch_is_followed_by_a_whole_one():
     assert (trainer.state.scalars.step, trainer.state.scalars.epoch, trainer.state.scalars.step_in_epoch) == (4, 1, 1)
     trainer.fit((X, Y), **OPTIONS)
     assert (trainer.state.scalars.step, trainer.state.scalars.epoch, trainer.state.scalars.step_in_epoch) == (7, 2, 0)
-
-
-def test_an_epoch_that_is_resumed_in_its_middle_reports_all_of_it(tmp_path):
-    def fresh():
-        trainer = Trainer(two_layers(), keras.optimizers.SGD(0.1), CROSSENTROPY)
-        data = training_data((X, Y), trainer.backend, batch=16, seed=0, shuffle=True, steps_per_epoch=None)
-        trainer.build(data)
-        return trainer, data
-
-    whole, data = fresh()
-    expected = whole.train(data, Plan(6)).train_loss
-    files = Checkpointer(tmp_path)
-
-    def save(state):
-        files.save(state.scalars.step, state.named_tensors(), asdict(state.scalars))
-
-    first, data = fresh()
-    first.train(data, Plan(5, checkpoint_every=4), save=save)
-    second, data = fresh()
-    second.restore(tmp_path / "step-00000004")
-    assert second.state.scalars.step_in_epoch == 1
-    result = second.train(data, Plan(6))
-    assert result.train_loss == pytest.approx(expected, rel=1e-6)
-    assert_close(weights(second.model), weights(whole.model))
 
 
 # -- callbacks --
@@ -201,19 +161,3 @@ def test_callbacks_remember_what_they_had_seen():
     restore_callbacks(fresh_ones, callback_states(seen))
     stop, plateau, other = fresh_ones
     assert (stop.best, stop.wait, stop.patience, plateau.cooldown_counter, other.wait) == (0.5, 3, 5, 2, 1)
-
-
-def test_a_callback_of_ones_own_says_what_it_remembers():
-    class Mine(keras.callbacks.Callback):
-        seen = 0
-
-        def get_state(self):
-            return {"seen": self.seen}
-
-        def set_state(self, state):
-            self.seen = state["seen"]
-
-    first, second = Mine(), Mine()
-    first.seen = 4
-    restore_callbacks([keras.callbacks.History(), second], callback_states([first]))
-    assert second.seen == 4

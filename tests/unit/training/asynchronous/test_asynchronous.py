@@ -6,16 +6,12 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.backends.parameter_server import ParameterServerBackend, _Result
-from hvdtrain.backends.protocol import world_size
 from hvdtrain.backends.select import current_exchange
-from hvdtrain.backends.single import NoOpCollectives, SingleBackend
+from hvdtrain.backends.single import SingleBackend
 from hvdtrain.config.errors import ConfigError, DataError, LaunchError, NonFiniteError
 from hvdtrain.layers.recompute import Recompute
-from hvdtrain.observability.events import Observer
 from hvdtrain.runtime.session import current
 from hvdtrain.runtime.strategies import Roles
-from hvdtrain.training.inputs import training_data
-from hvdtrain.training.loop.loop import Plan
 from hvdtrain.training.trainer import Trainer
 from tests.builders import cross_entropy, dense, samples
 
@@ -91,14 +87,6 @@ def falling_adam():
     return keras.optimizers.Adam(rate, use_ema=True, weight_decay=0.01)
 
 
-class Rates(Observer):
-    def __init__(self):
-        self.rates = []
-
-    def on_step(self, record):
-        self.rates.append(record.learning_rate)
-
-
 def trained(backend, model=rich_model, optimizer=falling_adam, data=(X, Y), **options):
     trainer = Trainer(model, optimizer, CROSSENTROPY, ["accuracy"], backend=backend, clip_norm=1.0)
     options = {"batch": BATCH, "epochs": EPOCHS, "shuffle": False, "verbose": False, **options}
@@ -137,21 +125,6 @@ def test_steps_that_pass_one_another_are_each_taken_once():
     alone, _ = trained(SingleBackend(current()), dense, lambda: keras.optimizers.SGD(0.1), log_every=100)
     difference = max(np.abs(a - b).max() for a, b in zip(all_weights(trainer), all_weights(alone), strict=True))
     assert difference > 1e-6, "the steps were taken in order"
-
-
-@pytest.mark.extended  # trains twice
-def test_rates_are_those_of_the_steps_number():
-    rates = {}
-    for count in (1, 3):
-        backend, seen = Served(count), Rates()
-        trainer = Trainer(rich_model, falling_adam, CROSSENTROPY, backend=backend)
-        data = training_data((X, Y), backend, batch=BATCH, seed=0, shuffle=False, steps_per_epoch=None)
-        trainer.build(data)
-        trainer.train(data, Plan(12, log_every=3), observers=seen)
-        rates[count] = seen.rates
-        assert int(trainer.optimizer.iterations) == 12
-    np.testing.assert_allclose(rates[1], [0.05 * 0.9**step for step in (0, 2, 3, 5, 7, 8, 11)], rtol=1e-5)
-    assert rates[1] == rates[3]
 
 
 def test_callbacks_see_the_figures_of_all_steps():
@@ -199,12 +172,6 @@ def test_workers_exchange_nothing_in_a_loop_of_ones_own(monkeypatch):
     monkeypatch.setattr("hvdtrain.backends.select.backend_for", lambda session: Served(2))
     with pytest.raises(ConfigError, match="The workers of backend='served' exchange nothing with one another"):
         current_exchange()
-
-
-def test_the_world_is_all_ranks():
-    assert world_size(Served(2)) == 4
-    assert world_size(SingleBackend(current())) == 1
-    assert NoOpCollectives().gather_bytes(b"mine", timeout=1) == [b"mine"]
 
 
 @pytest.mark.parametrize(

@@ -288,25 +288,6 @@ def test_a_run_resumed_after_a_rollback_leaves_out_the_same_batches(tmp_path):
     assert result.bad_steps == expected.bad_steps
 
 
-@pytest.mark.extended  # several trainings
-def test_the_losses_compared_with_are_restored(tmp_path):
-    x, y = spiking()
-    fit = {**FIT, "epochs": 2}
-    options = {"on_bad_step": "skip", "spike_threshold": 20.0}
-    whole = trainer_of(dense, "sgd", **options)
-    expected = whole.fit((x, y), **fit)
-    trainer_of(dense, "sgd", **options).fit((x, y), checkpoint=Checkpoint(tmp_path, every=5), **{**fit, "epochs": 1})
-    for path in complete(tmp_path)[1:]:
-        (path / "index.json").unlink()
-    resumed = trainer_of(dense, "sgd", **options)
-    resumed.resume(tmp_path)
-    result = resumed.fit((x, y), **fit)
-    assert_same_state(resumed, whole)
-    assert resumed.state.scalars.recent_losses == whole.state.scalars.recent_losses
-    assert result.bad_steps == expected.bad_steps
-    assert expected.bad_steps["spikes"] == 2
-
-
 def test_parameters_of_nan_are_rolled_back(tmp_path, capsys):
     """A learning rate that a callback sets for one step: the update itself overflows, of a finite gradient."""
 

@@ -1,7 +1,5 @@
 """Whether steps wait for their data, and what is said about it."""
 
-import inspect
-import itertools
 import time
 import warnings
 
@@ -11,23 +9,12 @@ import pytest
 import tensorflow as tf
 
 import hvdtrain
-from hvdtrain.backends.single import SingleBackend
 from hvdtrain.config.data import DataConfig
-from hvdtrain.data.pipeline import SourceTraining
-from hvdtrain.data.streams.dataset_batches import DatasetTraining
-from hvdtrain.data.streams.python_batches import GeneratorTraining, PyDatasetTraining
 from hvdtrain.observability.events import Observer
 from hvdtrain.runs.run_data import waiting_advice
 from hvdtrain.training.inputs import training_data
 from hvdtrain.training.loop import clock
-from hvdtrain.training.loop.clock import (
-    HAND_OVER_S,
-    KEPT_STEPS,
-    WARM_UP_STEPS,
-    DataWaitWatch,
-    StepClock,
-    waiting_warning,
-)
+from hvdtrain.training.loop.clock import HAND_OVER_S, KEPT_STEPS, WARM_UP_STEPS, DataWaitWatch, StepClock
 from hvdtrain.training.loop.loop import Plan
 from tests.unit.gathering import on_ranks
 
@@ -72,25 +59,6 @@ def test_steps_that_overlap_share_the_time_up_to_the_one_that_was_waited_for(now
     assert run(now, 20, wait=1.0, work=3.0, overlapping=True).waiting_share() == 0.0
 
 
-def test_the_first_steps_do_not_count(now):
-    watch = StepClock(8)
-    watch.resume()
-    for step, _ in enumerate(itertools.repeat(None, 10)):
-
-        def late(step=step):
-            now[0] += HAND_OVER_S + (100.0 if step < WARM_UP_STEPS else 1.0)
-            yield step
-
-        watch.next_of(late())
-        now[0] += 1.0 - HAND_OVER_S
-        watch.tick()
-    assert watch.waiting_share() == pytest.approx(0.5)
-
-
-def test_taking_a_batch_that_is_ready_is_no_waiting(now):
-    assert run(now, 20, wait=-HAND_OVER_S / 2, work=0.002).waiting_share() == 0.0
-
-
 def test_a_long_run_takes_no_more_memory(now):
     watch = StepClock(8)
     for _ in range(100):
@@ -101,13 +69,6 @@ def test_a_long_run_takes_no_more_memory(now):
     assert watch.steady_steps == KEPT_STEPS + 100 - WARM_UP_STEPS
     seconds = 5.0 * (100 - WARM_UP_STEPS) + KEPT_STEPS
     assert watch.waiting_share() == pytest.approx(0.25 * KEPT_STEPS / seconds)
-
-
-def test_it_is_said_where_it_is_worth_a_word():
-    assert waiting_warning([0.05], "Do this.") is None
-    assert waiting_warning([0.31], "Do this.") == "warning: steps wait for data 31% of the time. Do this."
-    assert waiting_warning([0.0, 0.04, 0.0], "Do this.") is None
-    assert waiting_warning([0.0, 0.2, 0.31], "Do this.").startswith("warning: steps wait for data 31% of the time on r")
 
 
 @pytest.mark.parametrize(
@@ -127,14 +88,6 @@ def test_advice_names_what_is_not_done_already(options, heavy, named, not_named)
     assert not [word for word in not_named if word in said]
 
 
-@pytest.mark.parametrize("kind", [SourceTraining, DatasetTraining, PyDatasetTraining, GeneratorTraining])
-def test_a_script_is_told_of_no_flags(kind):
-    default = inspect.signature(kind).parameters.get("remedy")
-    said = default.default if default else kind.remedy
-    assert said.startswith("What helps: ")
-    assert "--" not in said
-
-
 def test_one_rank_that_waits_is_found_after_enough_steps(now):
     def body(backend):
         clock = StepClock(8)
@@ -150,22 +103,6 @@ def test_one_rank_that_waits_is_found_after_enough_steps(now):
     # Looked at after 30 and after 60 steady steps; then it was said.
     assert list(first) == [WARM_UP_STEPS + 60]
     assert "on rank 1. Do this." in first[WARM_UP_STEPS + 60]
-
-
-def test_ranks_meet_a_few_times_in_a_long_run(now):
-    met = []
-
-    class Counting(SingleBackend):
-        def gather_bytes(self, payload, *, timeout, among="job"):
-            met.append(payload)
-            return [payload]
-
-    clock = StepClock(8)
-    watch = DataWaitWatch(Counting(None), clock, "")
-    for _ in range(10_000):
-        clock.note(1.0)
-        assert watch.look() is None
-    assert len(met) == 9
 
 
 def slow_data(count):
@@ -210,7 +147,3 @@ def test_a_run_with_slow_data_says_so_once_and_not_only_when_all_is_over(session
     assert list(said) == [40]
     assert "num_parallel_calls" in said[40]
     assert "--" not in said[40]
-
-
-def test_a_few_steps_say_nothing(session):
-    assert not said_of_slow_data(12)

@@ -70,16 +70,6 @@ def test_batches_show_loss_and_metrics_of_the_epoch_so_far(options):
         assert logs == pytest.approx(figures(trainer, min(8 * number + 8, 42)), rel=1e-5)
 
 
-def test_looking_at_batches_changes_nothing():
-    _, note, seen = noted(dense, rate=0.1)
-    keras.utils.set_random_seed(0)
-    trainer = Trainer(dense(), keras.optimizers.SGD(0.1), LOSS, ["accuracy"])
-    options = {"validation_data": (X, Y), "validation_batch": 16, "callbacks": [keras.callbacks.Callback()]}
-    unseen = trainer.fit((X, Y), batch=8, epochs=2, shuffle=False, verbose=False, **options)
-    assert seen.history == unseen.history
-    assert note.train[-1][1] == pytest.approx({name: seen.history[name][-1] for name in ("loss", "accuracy")})
-
-
 @pytest.mark.parametrize("model", [dense, OwnStep])
 def test_an_evaluations_batches_show_loss_and_metrics_so_far(model):
     trainer, note, result = noted(model)

@@ -131,16 +131,6 @@ def test_saved_steps_are_measured(every, saved):
     assert step.measured == [1, 4, 8, 10]
 
 
-def test_hooks_are_called_in_their_order_and_before_the_step_too():
-    loop, _, _ = looping(Plan(1))
-    order = []
-    loop.add_hook(lambda step: order.append("first"), EVERY_STEP)
-    loop.add_hook(lambda step: order.append("second"), When(last=True))
-    loop.add_hook_before(lambda step: order.append(f"before {step.number}"))
-    loop.run()
-    assert order == ["before 1", "first", "second"]
-
-
 def test_where_a_hook_stops_those_of_the_end_that_follow_are_due():
     loop, state, _ = looping(Plan(10))
     before = noting(loop, last=When(last=True), epochs=EPOCH_ENDS)

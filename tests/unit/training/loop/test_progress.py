@@ -52,15 +52,6 @@ def test_the_sums_of_a_begun_epoch_are_taken_up():
     assert second.metric_sums()["accuracy"] == [0.0, 0.0]
 
 
-def test_a_metric_that_is_new_begins_with_nothing():
-    first, batches = step_of(two_metrics)
-    first.begin_metrics()
-    first(batches[0], measure=False)
-    second, _ = step_of(lambda: ["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(1, name="top1")])
-    second.begin_metrics(first.metric_sums())
-    assert second.metric_sums() == {"accuracy": first.metric_sums()["accuracy"], "top1": [0.0, 0.0]}
-
-
 def trained(steps, *callbacks, folder=None, resume=None):
     """Train to step `steps`, from the checkpoint `resume`, and save every fifth step and the last in `folder`."""
     model = dense(activation="softmax")

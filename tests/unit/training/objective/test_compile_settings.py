@@ -143,14 +143,6 @@ def test_a_train_step_of_its_own_takes_them_over_too():
     assert model.optimizer is trainer.optimizer, "the model keeps its own optimizer"
 
 
-def test_a_second_trainer_goes_on_where_callbacks_made_the_first_compile():
-    first = Trainer(dense(), keras.optimizers.Adam(0.05), CROSSENTROPY, "accuracy")
-    fitted(first, callbacks=[keras.callbacks.Callback()])
-    second = Trainer(first.model)
-    assert second.optimizer is first.optimizer
-    assert second.evaluate((X, Y)).metrics == first.evaluate((X, Y)).metrics
-
-
 # -- what is said --
 
 

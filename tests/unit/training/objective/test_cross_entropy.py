@@ -76,25 +76,12 @@ def test_xla_compiles_it():
         np.testing.assert_allclose(mine, theirs, rtol=1e-6, atol=1e-6)
 
 
-def test_the_loss_of_a_trainer_takes_it():
-    labels, logits, _ = case((6, 100))
-    for loss in (OBJECT, FUNCTION):
-        assert SLOW_OP not in ops_of(lambda y, x, loss=loss: summed_loss(loss)(y, x, None).total, labels, logits)
-
-
 def test_labels_of_other_types_and_a_dimension_of_one_more_fit():
     labels, logits, weights = case((6, 100))
     expected = outcome(OBJECT.call, labels, logits, weights)[0]
     for given in (tf.cast(labels, tf.uint8), tf.cast(labels, tf.float32), labels[:, tf.newaxis]):
         total = summed_loss(OBJECT)(given, logits, None).total
         np.testing.assert_allclose(total, expected.sum(), rtol=1e-6)
-
-
-def test_sizes_that_are_not_known_when_the_step_is_compiled_fit():
-    labels, logits, _ = case((6, 5, 100))
-    signature = [tf.TensorSpec([None, None], labels.dtype), tf.TensorSpec([None, None, 100])]
-    losses = tf.function(fast_form(OBJECT), input_signature=signature)(labels, logits)
-    np.testing.assert_allclose(losses, OBJECT.call(labels, logits), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
@@ -158,9 +145,3 @@ def test_few_classes_and_strategies_stay_with_the_op_of_tensorflow():
     with tf.distribute.OneDeviceStrategy("CPU:0").scope():
         assert SLOW_OP in ops_of(fast_form(OBJECT), labels, logits)
     assert SLOW_OP not in ops_of(fast_form(OBJECT), labels, logits)
-
-
-def test_keras_names_what_is_wrong_with_shapes():
-    labels, logits, _ = case((6, 100))
-    with pytest.raises(ValueError, match="must have the same shape"):
-        fast_form(OBJECT)(labels[:4], logits)

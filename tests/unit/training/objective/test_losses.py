@@ -117,13 +117,6 @@ def test_a_loss_may_be_given_in_every_way_keras_takes(loss, keras_loss):
     assert float(got.weight) == 7
 
 
-def test_targets_of_another_rank_are_squeezed_as_keras_does():
-    loss = keras.losses.BinaryCrossentropy()
-    y, p = np.array([0, 1, 1]), np.array([[0.2], [0.9], [0.4]], "float32")
-    got = summed_loss(loss)(y, tf.constant(p), None)
-    np.testing.assert_allclose(float(got.total / got.weight), float(loss(y, p)), rtol=1e-5)
-
-
 @pytest.mark.parametrize("reduction", ["sum", "none", None])
 def test_a_reduction_that_is_no_mean_is_refused(reduction):
     with pytest.raises(ConfigError, match=rf'reduces by {reduction!r}.*Use reduction="sum_over_batch_size"'):

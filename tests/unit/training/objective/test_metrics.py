@@ -11,15 +11,8 @@ from hvdtrain.config.checkpoint import Checkpoint
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.observability.events import Observer, Observers
 from hvdtrain.observability.jsonl import JsonlWriter
-from hvdtrain.observability.tensorboard import curves_of
-from hvdtrain.observability.wording import step_figures
 from hvdtrain.training.inputs import training_data, validation_batches
-from hvdtrain.training.loop.clock import StepClock
-from hvdtrain.training.loop.hooks import StepEnd
 from hvdtrain.training.loop.loop import Plan
-from hvdtrain.training.loop.loss_monitor import LossMonitor
-from hvdtrain.training.loop.report import TrainingReport
-from hvdtrain.training.step.result import Measured
 from hvdtrain.training.trainer import Trainer
 from tests.builders import dense, samples
 from tests.extended import mostly_extended
@@ -152,20 +145,6 @@ def test_every_figure_is_that_of_keras(case):
             np.testing.assert_allclose(mine, other, rtol=2e-5, atol=1e-6)
 
 
-def test_history_is_there_without_callbacks_too():
-    build, objective, targets, _ = CASES["a value for each class"]
-    options = {"batch_size": 16, "epochs": 2, "verbose": 0, "validation_split": 0.3}
-    with_callbacks = Trainer(build(), keras.optimizers.SGD(0.1), **_fresh(objective))
-    expected = with_callbacks.fit(X, targets, callbacks=[keras.callbacks.Callback()], **options)
-    trainer = Trainer(build(), keras.optimizers.SGD(0.1), **_fresh(objective))
-    found = trainer.fit(X, targets, **options)
-    assert_same(found.history, expected.history)
-    assert found.epoch == expected.epoch
-    again = trainer.fit(X, targets, epochs=1, verbose=0)
-    assert [len(values) for values in again.history.values()] == [1, 1, 1, 1]
-    assert set(again.history) == {"loss", "accuracy", "f1_score", "macro"}
-
-
 def _first(targets, count):
     if isinstance(targets, dict):
         return {name: values[:count] for name, values in targets.items()}
@@ -239,32 +218,6 @@ def test_steps_show_the_epoch_so_far_and_keep_what_is_new(tmp_path):
     assert "so_far" not in lines[0]
 
 
-class ReturnsLogs:
-    """A step that says itself what it reports, over the epoch so far."""
-
-    returns_logs = True
-
-
-def test_a_steps_own_loss_is_shown_and_no_other():
-    notes, none = Notes(), np.float32(0)
-    report = TrainingReport(ReturnsLogs(), LossMonitor(4), StepClock(16), notes)
-    for returned in ({"loss": 0.5, "accuracy": 0.25}, {"distance": 0.5}):
-        report.log_step(
-            StepEnd(number=1, epoch=0, place=0, first=True, ends_epoch=False, last=False),
-            Measured(none, none, None, returned, none),
-            loss=7.0,
-        )
-    assert [record.loss for record in notes.steps] == [0.5, None]
-    assert step_figures(notes.steps[0]) == [("loss", "0.5000"), ("accuracy", "0.2500")]
-    assert step_figures(notes.steps[1]) == [("distance", "0.5000")]
-
-
-def test_each_of_several_values_has_a_curve():
-    assert curves_of("f1_score", np.array([0.5, 0.75])) == {"f1_score/0": 0.5, "f1_score/1": 0.75}
-    assert curves_of("loss", 0.5) == {"loss": 0.5}
-    assert curves_of("loss", None) == curves_of("step", 3) == {}
-
-
 class StopAt(keras.callbacks.Callback):
     def __init__(self, batch):
         super().__init__()
@@ -322,17 +275,6 @@ def test_a_history_with_arrays_goes_on_from_a_checkpoint(tmp_path):
 
     first = fitted()
     np.testing.assert_allclose(fitted(epochs=3, resume=True)[:2], first)
-
-
-def test_a_callback_finds_out_which_way_a_metric_improves():
-    trainer = Trainer(one_output(), keras.optimizers.SGD(0.1), "categorical_crossentropy", ["accuracy", F1("macro")])
-    callbacks = [
-        keras.callbacks.EarlyStopping(monitor="val_f1_score", patience=1, min_delta=10.0),
-        keras.callbacks.EarlyStopping(monitor="val_accuracy", patience=5),
-    ]
-    result = trainer.fit(X, ONE_HOT, epochs=4, verbose=0, validation_split=0.3, callbacks=callbacks)
-    assert result.epoch == [0, 1]
-    assert [callback.monitor_op.__name__ for callback in callbacks] == ["greater", "greater"]
 
 
 def test_the_best_epoch_is_chosen_by_a_single_number(tmp_path):

@@ -11,8 +11,7 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.batch import Batch
 from hvdtrain.layers.embedding import ShardedEmbedding
 from hvdtrain.layers.experts import MixtureOfExperts
-from hvdtrain.parallel.pipeline.cut import cut_model, flops
-from hvdtrain.parallel.pipeline.graph import graph_of
+from hvdtrain.parallel.pipeline.cut import cut_model
 from hvdtrain.parallel.pipeline.stage import PipelineStage, with_masks
 from hvdtrain.runtime.placement import Placement, place
 from hvdtrain.training.options import step_options
@@ -70,16 +69,6 @@ def test_a_share_is_one_tensor_on_its_way():
     share = share_of(LossShare(tf.constant(6.0), tf.constant(0.25)).packed())
     assert (float(share.weight), float(share.seed)) == (6.0, 0.25)
     assert share.weight.dtype == tf.float64
-
-
-def test_experts_cost_what_a_token_goes_through():
-    costs = []
-    for experts, top_k in ((4, 1), (16, 1), (4, 2)):
-        inputs = keras.Input((5, 8))
-        model = keras.Model(inputs, MixtureOfExperts(experts, 32, top_k=top_k)(inputs))
-        (node,) = graph_of(model).nodes
-        costs.append(flops(node) - 5 * 8 - 2 * 5 * 8 * experts)  # without the output and the router
-    assert costs == [2 * 5 * 2 * 8 * 32, 2 * 5 * 2 * 8 * 32, 2 * 2 * 5 * 2 * 8 * 32]
 
 
 def test_divided_tables_in_stages_are_refused():

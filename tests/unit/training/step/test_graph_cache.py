@@ -51,13 +51,6 @@ def test_a_kind_that_comes_often_takes_the_place_of_one_that_is_no_longer_used(s
     assert len(small) == 2
 
 
-def test_a_graph_in_use_is_kept(small):
-    found(small, ["a", "b"] * 5)
-    has_graph, compiled = found(small, ["a", "b", "c"] * 20)
-    assert compiled == []
-    assert has_graph == [True, True, False] * 20
-
-
 def test_structures_with_equal_leaves_are_of_different_kinds():
     x, y = tf.zeros([8, 3]), tf.zeros([8, 3])
     nests = [(x, y), [x, y], {"a": x, "b": y}, {"b": x, "c": y}, {"a": {"b": x}, "c": y}, ((x,), y), (x, (y,)), x]

@@ -133,12 +133,6 @@ def test_every_optimizer_that_is_used_is_in_the_state(tmp_path):
         np.testing.assert_array_equal(tensor.value, tensors[path].value, err_msg=path)
 
 
-def test_an_only_optimizer_keeps_its_paths():
-    trainer, _ = fit(simple(optimizer=keras.optimizers.SGD(0.1, momentum=0.9)))
-    expected = {"model/layer/kernel", "optimizer/iterations", "optimizer/momentums/layer/kernel"}
-    assert expected <= set(trainer.state.named_tensors())
-
-
 def test_a_second_trainer_takes_a_model_as_the_first_left_it():
     model = pair()
     fit(model)
@@ -343,12 +337,6 @@ def test_figures_are_numbers_by_name(returned, cause):
         fit(simple(returned))
 
 
-def test_dicts_within_dicts_and_plain_numbers_are_figures():
-    _, result = fit(simple(lambda loss: {"all": {"one": loss}, "two": 2}), callbacks=[keras.callbacks.Callback()])
-    assert set(result.history) == {"one", "two"}
-    assert result.history["two"] == [2.0]
-
-
 def test_losses_that_are_not_finite_end_the_training():
     def spoiled(loss):
         return {"d_loss": loss, "g_loss": loss / 0.0, "share": loss / 0.0}
@@ -406,15 +394,6 @@ def evaluated(*, broken):
     model.broken = broken
     model.compile(keras.optimizers.SGD(0.1, momentum=0.9), keras.optimizers.Adam(0.1))
     return Trainer(model)
-
-
-def test_evaluation_alone_does_not_need_a_train_step_that_works():
-    trainer = evaluated(broken=True)
-    assert set(trainer.evaluate(X, batch=8).metrics) == {"other"}
-    with pytest.raises(NameError, match="gradeints"):
-        trainer.fit(X, batch=8, verbose=0)
-    trainer.model.broken = False
-    assert set(trainer.fit(X, batch=8, verbose=0).history) == {"a_loss", "b_loss"}
 
 
 def test_the_error_of_a_train_step_is_shown_where_a_checkpoint_needs_its_optimizers(tmp_path):

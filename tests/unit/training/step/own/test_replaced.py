@@ -60,18 +60,6 @@ def test_threads_that_replace_a_method_at_once_see_their_own_each():
     assert vars(Thing)["name"] is original
 
 
-def test_a_replacement_within_another_one_counts_until_it_ends():
-    class Thing:
-        def name(self):
-            return "original"
-
-    with replaced_in_this_thread(Thing, "name", lambda thing: "outer"):
-        with replaced_in_this_thread(Thing, "name", lambda thing: "inner"):
-            assert Thing().name() == "inner"
-        assert Thing().name() == "outer"
-    assert Thing().name() == "original"
-
-
 class Busy(keras.Model):
     """While its step is traced, another thread trains another model and draws."""
 
