@@ -11,7 +11,6 @@ from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.pipeline import ReadOptions, SourceEvaluation, SourceTraining
 from hvdtrain.data.sources.class_folders import scan
 from hvdtrain.data.sources.images import ImageSource
-from hvdtrain.runs.reporting import left_out_line
 from tests.unit.images import write_folders
 
 
@@ -93,43 +92,6 @@ def test_resuming_reads_the_same(tmp_path):
         assert (one.inputs.numpy()[kept] == other.inputs.numpy()[kept]).all()
 
 
-def test_one_too_many(tmp_path):
-    source = damaged(tmp_path / "data", 2, 13)
-    with pytest.raises(DataError, match=r"2 samples of mine are bad, more than --on-bad-record skip:1 tolerates"):
-        run(training(source, tolerated=1), 5)
-
-
-def test_what_stands_in_for_a_bad_record_may_be_bad_too(tmp_path):
-    source = damaged(tmp_path / "data", 0, 13, size=8)
-    bad = training(source, tolerated=2).bad
-    error = tf.errors.InvalidArgumentError(None, None, "one of them")
-    batch = tf.constant([13, 4], tf.int64)
-    for found in ([13], [0, 13]):  # 0 is read in the place of 13
-        bad.left_out(batch)
-        bad.examine(batch, error)
-        assert sorted(bad.found) == found
-    bad.left_out(batch)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="one of them"):
-        bad.examine(batch, error)
-    # This part of the evaluation meets 13, and 0 in its place only.
-    part = SourceEvaluation(source, batch=20, index=1, size=2, read_options=ReadOptions(tolerated=2))
-    (batch,) = part
-    assert float(tf.reduce_sum(batch.sample_weight)) == 9
-    assert sorted(part.bad.found) == [0, 13]
-
-
-def test_what_another_rank_found_is_left_out_when_it_is_met(tmp_path):
-    source = damaged(tmp_path / "data", 0, 13, size=8)
-    bad = training(source, tolerated=2, gather=lambda mine: [mine, {"0": "ant/000.png: bad"}]).bad
-    batch = tf.constant([13, 4], tf.int64)
-    bad.examine(batch, ValueError("one"))
-    bad.left_out(batch)  # reads 0 in the place of 13
-    bad.share()
-    bad.examine(batch, ValueError("one"))
-    numbers, weights = bad.left_out(batch)
-    assert (numbers.numpy().tolist(), weights.numpy().tolist()) == ([1, 4], [0, 1])
-
-
 def test_the_ranks_count_together(tmp_path):
     source = damaged(tmp_path / "data", 2, 13)
     told = []
@@ -143,15 +105,6 @@ def test_the_ranks_count_together(tmp_path):
     with pytest.raises(DataError, match="2 samples of mine are bad"):
         data.bad.share()
     assert told == [{2: data.bad.found[2]}]
-
-
-def test_evaluation_leaves_them_out_too(tmp_path):
-    source = damaged(tmp_path / "data", 2, 13)
-    parts = [
-        SourceEvaluation(source, batch=7, index=i, size=3, read_options=ReadOptions(tolerated=2)) for i in range(3)
-    ]
-    total = sum(float(tf.reduce_sum(b.sample_weight) * b.has_samples) for part in parts for b in part)
-    assert total == 18
 
 
 def test_the_ranks_count_together_in_evaluation(tmp_path):
@@ -179,14 +132,6 @@ def test_an_error_that_no_sample_explains_is_shown_as_it_is(tmp_path):
     error = tf.errors.InternalError(None, None, "out of luck")
     with pytest.raises(tf.errors.InternalError, match="out of luck"):
         data.bad.examine(tf.constant([0, 1], tf.int64), error)
-
-
-def test_what_was_left_out_is_told_in_a_line():
-    assert left_out_line([], "summary.json") == ""
-    assert left_out_line(["a: bad"], "summary.json") == "warning: 1 sample could not be read and did not count: a: bad"
-    assert left_out_line(["a: bad", "b: bad"], "summary.json").endswith(
-        "2 samples could not be read and did not count: a: bad (summary.json names all 2)"
-    )
 
 
 @pytest.mark.parametrize("word", ["skip", "skip:0", "skip:-1", "skip:x", "ignore"])

@@ -3,13 +3,10 @@
 import errno
 import os
 
-import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdtrain.config.data import DataConfig
-from hvdtrain.config.errors import ConfigError, DataError
-from hvdtrain.data.arrays import ArraySource
+from hvdtrain.config.errors import DataError
 from hvdtrain.data.cached import cached
 from hvdtrain.data.sources.class_folders import scan
 from hvdtrain.data.sources.images import ImageSource
@@ -42,15 +39,6 @@ def test_the_same_samples(source, where, tmp_path):
     assert kept.describe(3) != ""
 
 
-def test_the_file_is_made_once(source, tmp_path):
-    cached(source, "file")
-    files = sorted((tmp_path / "cache").glob("*.npy"))
-    before = [file.stat().st_mtime_ns for file in files]
-    assert len(files) == 2
-    cached(source, "file")
-    assert [file.stat().st_mtime_ns for file in files] == before
-
-
 def test_it_is_made_anew_when_an_image_changed_in_place(source, tmp_path):
     before = some(cached(source, "file"))[0]
     file = tmp_path / "data/ant/000.png"
@@ -74,13 +62,6 @@ def test_a_file_that_was_not_finished_is_made_again(source, tmp_path):
     assert (some(cached(source, "file"))[0] == some(source)[0]).all()
 
 
-def test_a_bad_record_is_named(source, tmp_path):
-    (tmp_path / "data/bee/140.png").write_bytes(b"x" * 200)
-    found = scan(tmp_path / "data")
-    with pytest.raises(DataError, match=r"bee/140\.png"):
-        cached(ImageSource(found.blobs, found.labels, "mine"), "memory")
-
-
 def test_a_disk_without_room_is_told_before_anything_is_decoded(source, tmp_path, monkeypatch):
     asked = []
 
@@ -96,13 +77,3 @@ def test_a_disk_without_room_is_told_before_anything_is_decoded(source, tmp_path
     assert offset == 0
     assert length > 300 * 8 * 8 * 3
     assert not [file for file in (tmp_path / "cache").iterdir() if file.suffix in (".npy", ".draft")]
-
-
-def test_arrays_need_no_cache():
-    arrays = ArraySource((np.zeros((3, 2)), np.zeros(3)))
-    assert cached(arrays, "memory") is arrays
-
-
-def test_with_bad_records_it_is_refused():
-    with pytest.raises(ConfigError, match="cannot be combined with --on-bad-record"):
-        DataConfig(cache="memory", on_bad_record="skip:1")

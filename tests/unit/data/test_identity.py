@@ -47,19 +47,6 @@ def test_other_validation_samples_are_refused():
         check_same_samples(identity_of(splits()), identity_of(other), "run")
 
 
-def test_a_source_without_a_fingerprint_is_known_by_its_size():
-    class Plain:
-        def __init__(self, size):
-            self.size = size
-
-    def of(size):
-        return identity_of(replace(splits(), train=Plain(size)))
-
-    check_same_samples(of(10), of(10), "run")
-    with pytest.raises(DataError, match="11 now and 10 before"):
-        check_same_samples(of(10), of(11), "run")
-
-
 # -- runs --
 
 
@@ -128,10 +115,3 @@ def test_a_run_that_a_queue_starts_once_more_is_left_alone_when_it_is_finished(s
     (begun.checkpoints / "step-00000003" / "index.json").unlink()
     with pytest.raises(CheckpointError, match="--resume takes a run with a good checkpoint"):
         train(session, config, begun.path, resume="yes")
-
-
-@pytest.mark.extended  # trains twice
-def test_other_data_are_named_also_where_they_make_another_model(session, begun, tmp_path):
-    write(tmp_path / "data.npz", 40, classes=5)
-    with pytest.raises(DataError, match=r"the training samples .* \(36 now and before, but others\)"):
-        train(session, config_of(tmp_path / "data.npz", steps=5), begun.path, resume="yes")

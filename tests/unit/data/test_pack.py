@@ -120,12 +120,6 @@ def test_folders_for_validation_become_shards_of_their_own(source, tmp_path):
         pack(tmp_path / "split", tmp_path / "again", validation=3)
 
 
-def test_shards_have_a_size_by_default(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(packing, "SHARD_BYTES", sum(file.stat().st_size for file in source.rglob("*.png")) // 3 + 1)
-    pack(source, tmp_path / "packed")
-    assert [len(shard) for shard in records(tmp_path / "packed").values()] == [10, 10, 10]
-
-
 def test_a_pack_that_fails_leaves_nothing(source, tmp_path):
     before = sorted(tmp_path.iterdir())
     with closed(source / "bee/13.png"), pytest.raises(DataError, match=r"bee/13\.png.*Permission denied"):

@@ -1,6 +1,6 @@
 import hashlib
 import re
-from itertools import islice, pairwise
+from itertools import islice
 
 import keras
 import numpy as np
@@ -11,11 +11,11 @@ from hvdtrain.backends.single import SingleBackend
 from hvdtrain.config.data import DataConfig
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.arrays import ArraySource
-from hvdtrain.data.batch import per_replica, slice_batch, split_bounds
+from hvdtrain.data.batch import per_replica, slice_batch
 from hvdtrain.data.digits import load_digits
-from hvdtrain.data.pipeline import ReadOptions, SourceEvaluation, SourceTraining
+from hvdtrain.data.pipeline import SourceEvaluation, SourceTraining
 from hvdtrain.data.registry import load_splits
-from hvdtrain.data.streams.dataset_batches import DatasetTraining, evaluation_of_dataset
+from hvdtrain.data.streams.dataset_batches import DatasetTraining
 from hvdtrain.training.inputs import training_data, validation_batches
 from tests.unit.gathering import on_ranks
 
@@ -66,22 +66,6 @@ def test_the_order_differs_by_epoch_and_by_seed():
     assert tuple(range(50)) not in orders
 
 
-def test_the_order_is_a_function_of_seed_and_epoch_and_not_of_the_batch():
-    assert order_of(array_training(50, 8, seed=3), 2) == order_of(array_training(50, 13, seed=3), 2)
-
-
-def test_the_order_leaves_no_trace_of_the_samples_own():
-    # Neighbours stay neighbours with a probability of 2 / n.
-    order = order_of(array_training(1000, 1000), 0)
-    assert sum(abs(a - b) == 1 for a, b in pairwise(order)) < 20
-    assert abs(np.corrcoef(order, range(1000))[0, 1]) < 0.15
-
-
-def test_without_shuffling_the_order_is_the_samples_own():
-    data = array_training(10, 4, shuffle=False)
-    assert order_of(data, 0) == order_of(data, 3) == list(range(10))
-
-
 @pytest.mark.parametrize("size", SIZES)
 def test_the_replicas_together_hold_the_global_batch_at_any_size(size):
     batch, count, steps = 60, 133, 5  # a tail of 13 samples; two epochs nearly
@@ -95,19 +79,6 @@ def test_the_replicas_together_hold_the_global_batch_at_any_size(size):
 def test_any_step_is_reached_without_those_before_it(start, index, size):
     data = array_training(53, 8, index=index, size=size)
     assert taken(data, 3, start) == taken(data, start + 3)[start:]
-
-
-def test_a_step_far_away_is_reached_at_once():
-    start = 10_000_000_000
-    whole = taken(array_training(53, 8), 7, start)
-    parts = [taken(array_training(53, 8, index=index, size=2), 7, start) for index in range(2)]
-    assert [first + second for first, second in zip(*parts, strict=True)] == whole
-    assert len({sample for step in whole for sample in step}) > 40  # two epochs' ends and beginnings
-
-
-def test_the_stream_does_not_end():
-    data = array_training(3, 2)
-    assert sum(map(len, taken(data, 20))) == 30
 
 
 # -- cutting a batch --
@@ -129,11 +100,6 @@ def test_cuts_lose_nothing_and_repeat_nothing(total, size):
         assert float(b.has_samples) in (0.0, 1.0)
 
 
-def test_parts_are_the_same_for_numbers_and_tensors():
-    for total, size, index in [(0, 3, 1), (1, 4, 3), (10, 4, 2), (13, 5, 4)]:
-        assert split_bounds(total, index, size) == tuple(map(int, split_bounds(tf.constant(total), index, size)))
-
-
 def test_nests_and_weights_are_cut_alike():
     x = {"a": tf.range(5), "b": (tf.range(5) * 2, tf.zeros([5, 3]))}
     batch = slice_batch((x, tf.range(5), tf.range(5.0)), 1, 2)
@@ -142,11 +108,6 @@ def test_nests_and_weights_are_cut_alike():
     assert batch.inputs["b"][1].shape == (3, 3)
     assert batch.sample_weight.numpy().tolist() == [2.0, 3.0, 4.0]
     assert slice_batch((x, tf.range(5)), 1, 2).sample_weight is None
-
-
-@pytest.mark.parametrize(("batch", "size", "part"), [(64, 1, 64), (64, 4, 16), (4, 4, 1)])
-def test_a_batch_that_divides(batch, size, part):
-    assert per_replica(batch, size) == part
 
 
 @pytest.mark.parametrize(
@@ -160,12 +121,6 @@ def test_a_batch_that_does_not_divide_is_refused_with_those_that_do(batch, size,
         array_training(100, batch, size=size)
 
 
-@pytest.mark.parametrize("batch", [0, -8])
-def test_a_batch_of_no_samples_is_refused(batch):
-    with pytest.raises(ConfigError, match=f"at least one sample. Received: {batch}"):
-        array_training(100, batch, size=2)
-
-
 # -- evaluation --
 
 
@@ -176,18 +131,6 @@ def test_evaluation_sees_every_sample_once_in_order(batch, size):
     assert {len(part) for part in parts} == {steps}  # every replica takes part in every exchange
     together = [sample for step in range(steps) for part in parts for sample in held(part[step])]
     assert together == list(range(23))
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_evaluation_of_a_dataset_sees_every_sample_once(size):
-    dataset = tf.data.Dataset.from_tensor_slices((np.arange(10), np.zeros(10))).batch(4)
-    parts = [list(evaluation_of_dataset(dataset, index=i, size=size)) for i in range(size)]
-    assert [sample for step in range(3) for part in parts for sample in held(part[step])] == list(range(10))
-
-
-def test_an_endless_validation_set_is_refused():
-    with pytest.raises(ConfigError, match=r"never ends: use take\(\)"):
-        evaluation_of_dataset(tf.data.Dataset.range(3).repeat(), index=0, size=1)
 
 
 # -- datasets of the user's --
@@ -231,12 +174,6 @@ def test_an_endless_dataset_needs_steps_per_epoch():
     assert taken(data, 2, start=2) == [[8, 9], [0, 1, 2, 3]]
 
 
-@pytest.mark.parametrize("dataset", [dataset_of(10, 4).take(0), dataset_of(10, 4).filter(lambda *_: False)])
-def test_an_empty_dataset_is_refused(dataset):
-    with pytest.raises(DataError, match="The dataset is empty"):
-        DatasetTraining(dataset, batch=4, index=0, size=1)
-
-
 # -- what fit takes --
 
 
@@ -252,13 +189,6 @@ def test_arrays_sources_and_datasets_give_the_same_batches():
         stream = given(data, batch)
         assert (stream.batch, stream.steps_per_epoch) == (4, 3)
         assert taken(stream, 3) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-
-
-def test_weights_travel_with_the_samples():
-    x = np.arange(4)
-    weights = np.array([1, 2, 3, 4], "float32")
-    for data, batch in (((x, x, weights), 4), (tf.data.Dataset.from_tensor_slices((x, x, weights)), 4)):
-        assert next(given(data, batch).batches(0)).sample_weight.numpy().tolist() == [1, 2, 3, 4]
 
 
 class Items(keras.utils.PyDataset):
@@ -348,21 +278,6 @@ def test_ranks_that_read_another_order_are_named():
         assert str(outcome).startswith("Rank 2 reads the training data in another order than rank 0")
 
 
-def test_a_batched_dataset_must_divide_too():
-    class OfTwo(SingleBackend):
-        size = 2
-
-    with pytest.raises(ConfigError, match="A batch of 5 samples does not divide among 2 ranks"):
-        given(dataset_of(10, 5), backend=OfTwo(None))
-
-
-def test_validation_data_may_be_arrays_or_a_dataset():
-    x, y = np.arange(10), np.zeros(10)
-    for data in ((x, y), ArraySource((x, y)), dataset_of(10, 4)):
-        batches = list(validation_batches(data, SingleBackend(None), batch=4))
-        assert [held(b) for b in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-
-
 # -- arrays --
 
 
@@ -381,15 +296,6 @@ def test_validation_data_may_be_arrays_or_a_dataset():
 def test_arrays_that_do_not_fit_are_refused_by_name(elements, cause):
     with pytest.raises(DataError, match=cause):
         ArraySource(elements, "mine")
-
-
-def test_samples_are_gathered_in_every_array():
-    source = ArraySource(({"a": np.arange(4), "b": np.eye(4)}, np.arange(4) * 10))
-    assert source.size == 4
-    inputs, targets = source.gather(tf.constant([3, 0]))
-    assert inputs["a"].numpy().tolist() == [3, 0]
-    assert inputs["b"].numpy().tolist() == np.eye(4)[[3, 0]].tolist()
-    assert targets.numpy().tolist() == [30, 0]
 
 
 # -- named sources --
@@ -424,16 +330,6 @@ def test_the_digits_are_those_of_the_repository():
     )
 
 
-def test_synthetic_images_are_what_was_asked_for():
-    splits = load_splits(DataConfig("synthetic_images", {"size": 4, "samples": 80, "classes": 3, "nan_at": 7}))
-    images, labels = (array.numpy() for array in splits.train.elements)
-    assert (splits.train.size, splits.validation.size) == (80, 10)
-    assert images.shape == (80, 4, 4, 3)
-    assert set(labels) == {0, 1, 2}
-    assert np.argwhere(np.isnan(images)).tolist() == [[7, 0, 0, 0]]
-    assert not np.isnan(splits.validation.elements[0]).any()
-
-
 @pytest.mark.parametrize(
     ("config", "cause"),
     [
@@ -445,15 +341,3 @@ def test_synthetic_images_are_what_was_asked_for():
 def test_an_unknown_source_or_argument_is_refused(config, cause):
     with pytest.raises(ConfigError, match=re.escape(cause)):
         load_splits(config)
-
-
-def test_what_bounds_the_reading_reaches_tf_data():
-    elements = tf.data.Dataset.range(4)
-    for reading, threads, budget in (
-        (ReadOptions(threads=3, memory_mb=64), 3, 64 * 2**20),
-        (ReadOptions(), None, None),
-    ):
-        options = reading.batches(elements, lambda number: number, heavy=True).options()
-        assert options.deterministic
-        assert options.threading.private_threadpool_size == threads
-        assert options.autotune.ram_budget == budget

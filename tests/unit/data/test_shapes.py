@@ -71,20 +71,6 @@ def test_targets_that_their_loss_takes(outputs, targets, loss):
     check_shapes(model(outputs=outputs), splits(images(8, 8, 1), targets), loss)
 
 
-def test_a_model_that_its_first_batch_builds_takes_what_comes():
-    class Mine(keras.Model):
-        def call(self, x):
-            return x
-
-    for unbuilt in (keras.Sequential([layers.Dense(2)]), Mine()):
-        check_shapes(unbuilt, splits(images(5), np.array([7, 7, 7, 7])), SPARSE)
-
-
-def test_unknown_dims_take_any():
-    x = keras.Input((None, 4))
-    check_shapes(keras.Model(x, layers.Dense(3)(x)), splits(images(9, 4), np.zeros((4, 9), "int32")), SPARSE)
-
-
 def test_several_inputs_and_outputs_by_name_or_in_order():
     x, y = {"a": images(2), "b": images(3)}, {"p": LABELS % 2, "q": images(1)}
     check_shapes(several(), splits(x, y), {"p": SPARSE, "q": "mse"})

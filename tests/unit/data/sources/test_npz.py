@@ -1,10 +1,7 @@
-import warnings
-
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdtrain.config.errors import ConfigError
 from tests.unit.data.sources.loading import arrays, load, random, refused
 
 # -- arrays --
@@ -25,13 +22,6 @@ def test_arrays_of_an_npz_file_are_all_used_once(tmp_path, inputs, targets):
     for x, y in (train, held):
         assert (x == X[y]).all()  # inputs and targets stayed together
     assert (splits.sample_shape, splits.classes, splits.finish) == ((3,), 20, None)
-
-
-def test_held_out_samples_are_a_tenth_that_has_its_share_of_every_label(tmp_path):
-    np.savez(tmp_path / "a.npz", x=random(400, 2), y=np.arange(400) % 4)
-    first, again = (load("arrays", tmp_path / "a.npz") for _ in range(2))
-    assert np.bincount(arrays(first.validation)[1]).tolist() == [10] * 4
-    assert (arrays(first.validation)[0] == arrays(again.validation)[0]).all()
 
 
 def test_keras_mnist_file_is_read_as_it_is(tmp_path):
@@ -55,25 +45,6 @@ def test_a_folder_of_npy_files_with_weights(tmp_path):
     assert splits.validation.size == 2
 
 
-def test_bytes_that_are_no_images_stay_bytes(tmp_path):
-    np.savez(tmp_path / "a.npz", x=np.full((20, 7), 9, np.uint8), y=random(20, 2))
-    splits = load("arrays", tmp_path / "a.npz")
-    assert splits.finish is None
-    assert arrays(splits.train)[0].dtype == np.uint8
-    assert splits.classes is None  # numbers are no labels
-
-
-def test_arrays_that_nobody_uses_are_told_of(tmp_path, monkeypatch):
-    np.savez(tmp_path / "a.npz", x=X, y=Y, sample_weights=Y)
-    with pytest.warns(UserWarning, match="holds arrays that are not used: sample_weights"):
-        load("arrays", tmp_path / "a.npz")
-    for name, value in (("RANK", 1), ("SIZE", 2), ("LOCAL_RANK", 1), ("LOCAL_SIZE", 2)):
-        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(value))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # the first rank says it for all
-        load("arrays", tmp_path / "a.npz")
-
-
 @pytest.mark.parametrize(
     ("content", "cause"),
     [
@@ -85,10 +56,7 @@ def test_arrays_that_nobody_uses_are_told_of(tmp_path, monkeypatch):
         ),
         ({"x": X, "y": Y[:7]}, "differ in length: 7, 20 samples"),
         ({"x": X[:0], "y": Y[:0]}, "holds no samples"),
-        (
-            {"x": X, "y": Y, "x_test": X[:, :2], "y_test": Y},
-            "are ('float32 [3]', 'int32 []'); those of",
-        ),
+        ({"x": X, "y": Y, "x_test": X[:, :2], "y_test": Y}, "are ('float32 [3]', 'int32 []'); those of"),
         ({"x": np.array([{}] * 3), "y": Y[:3]}, "The array x of"),
         ({"x": X[:1], "y": Y[:1]}, "Of the 1 samples of"),
     ],
@@ -96,14 +64,6 @@ def test_arrays_that_nobody_uses_are_told_of(tmp_path, monkeypatch):
 def test_arrays_that_do_not_fit_are_refused(tmp_path, content, cause):
     np.savez(tmp_path / "a.npz", **content)
     refused("arrays", tmp_path / "a.npz", cause)
-
-
-def test_labels_beyond_the_classes_are_named(tmp_path):
-    np.savez(tmp_path / "a.npz", x=X, y=Y)
-    assert load("arrays", tmp_path / "a.npz", classes=9).classes == 9
-    refused("arrays", tmp_path / "a.npz", "a.npz, sample 3: the label 3 is not one of 3 classes", classes=3)
-    np.savez(tmp_path / "b.npz", x=X, y=X)
-    refused("arrays", tmp_path / "b.npz", "classes is for integer labels [samples]", classes=3)
 
 
 def test_files_that_hold_no_arrays_are_refused(tmp_path):
@@ -124,17 +84,6 @@ def test_files_that_hold_no_arrays_are_refused(tmp_path):
     refused("arrays", tmp_path / "folder", "It holds: none.")
     (tmp_path / "folder" / "x.npy").mkdir()
     refused("arrays", tmp_path / "folder", "x.npy cannot be read: Is a directory.")
-
-
-def test_a_number_to_hold_out_does_not_go_with_samples_for_validation(tmp_path):
-    np.savez(tmp_path / "a.npz", x_train=X, y_train=Y, x_test=X, y_test=Y)
-    refused(
-        "arrays",
-        tmp_path / "a.npz",
-        "has samples for validation: leave out --data-args validation",
-        ConfigError,
-        validation=3,
-    )
 
 
 @pytest.mark.parametrize("source", ["arrays", "class_folders"])

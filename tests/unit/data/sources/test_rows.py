@@ -1,6 +1,5 @@
 """Sources that need a package of their own: our part with stand-ins, all of it where the package is installed."""
 
-import importlib.util
 import re
 import sys
 import types
@@ -11,9 +10,7 @@ import tensorflow as tf
 
 from hvdtrain.config.data import DataConfig
 from hvdtrain.config.errors import ConfigError, DataError
-from hvdtrain.data.cached import cached
 from hvdtrain.data.registry import load_splits
-from hvdtrain.data.sources.extras import optional_package
 from hvdtrain.data.sources.rows import RowSource
 
 COUNT = 30
@@ -59,29 +56,6 @@ def test_rows_come_by_their_numbers_in_any_order():
     assert labels.numpy().tolist() == [1, 2, 2]
 
 
-def test_rows_within_a_pipeline_have_their_shapes():
-    source = rows(("x", "image"), classes=3)
-    dataset = tf.data.Dataset.from_tensor_slices(np.arange(COUNT).reshape(-1, 5)).map(source.gather)
-    assert dataset.element_spec[0]["image"].shape == [5, 6, 5, 3]
-    inputs, _ = list(dataset)[1]
-    assert inputs["x"].numpy().tolist() == [5, 6, 7, 8, 9]
-    assert (inputs["image"].numpy() == IMAGES[5:10]).all()
-    assert not source.finite  # nobody looked at the numbers
-
-
-def test_texts_keep_their_lengths():
-    source = rows(("text", "tags"))
-    inputs, _ = source.gather(tf.constant([3, 0, 5]))
-    assert inputs["text"].numpy().tolist() == [b"aaa", b"", b"aaaaa"]
-    assert inputs["tags"].numpy().tolist() == [[b"b", b"ccc"], [b"b", b""], [b"b", b"ccccc"]]
-
-
-def test_grey_images_get_a_channel():
-    source = rows(read=lambda n: {"image": IMAGES[n, :, :, 0], "label": 0})
-    assert source.spec[0].shape == [6, 5, 1]
-    assert (source.gather(tf.constant([4]))[0].numpy()[0, ..., 0] == IMAGES[4, :, :, 0]).all()
-
-
 @pytest.mark.parametrize(
     ("changed", "cause"),
     [
@@ -117,29 +91,6 @@ def test_columns_that_cannot_be_used_are_named(arguments, error, cause):
         rows(**arguments)
 
 
-def test_fingerprints_tell_columns_and_classes_apart():
-    def read(number):
-        return {**row(number), "other": LABELS[number] + 1, "second": 255 - IMAGES[number]}
-
-    marks = [
-        rows(read=read, **options).fingerprint()
-        for options in ({}, {"target": "other"}, {"inputs": ("second",)}, {"inputs": ("image", "second")})
-    ]
-    marks.append(rows(read=read, classes=3).fingerprint())
-    assert len(set(marks)) == len(marks)
-
-
-def test_a_cache_of_other_columns_is_not_taken(tmp_path, monkeypatch):
-    monkeypatch.setenv("HVDTRAIN_CACHE", str(tmp_path))
-
-    def read(number):
-        return {**row(number), "other": 2 - LABELS[number]}
-
-    kept = {target: arrays(cached(rows(target=target, read=read), "file"))[1] for target in ("label", "other")}
-    assert (kept["label"] == LABELS).all()
-    assert (kept["other"] == 2 - LABELS).all()
-
-
 def test_fingerprints_tell_versions_apart():
     marks = [rows(version="1"), rows(version="2"), rows(("x",), version="1"), rows(size=COUNT - 1, version="1")]
     assert len({source.fingerprint() for source in marks}) == len(marks)
@@ -170,24 +121,13 @@ def _refuse(name, hidden):
 
 
 @pytest.mark.parametrize(
-    ("source", "module", "extra"),
-    [
-        ("hf", "datasets", "hf"),
-        ("tfds", "tensorflow_datasets", "tfds"),
-    ],
+    ("source", "module", "extra"), [("hf", "datasets", "hf"), ("tfds", "tensorflow_datasets", "tfds")]
 )
 def test_a_missing_package_is_named_with_what_installs_it(without, source, module, extra):
     without(module)
     cause = f"--data {source} needs the package {module}, which is not installed: pip install 'hvdtrain[{extra}]'"
     with pytest.raises(ConfigError, match=re.escape(cause)):
         load(source, name="mnist")
-
-
-def test_a_package_that_lacks_something_itself_says_so(tmp_path, monkeypatch):
-    (tmp_path / "broken_package.py").write_text("import surely_not_installed\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ModuleNotFoundError, match="surely_not_installed"):
-        optional_package("broken_package", "broken-package", "--data broken")
 
 
 # -- Hugging Face --
@@ -289,45 +229,6 @@ def test_arguments_that_do_not_fit_a_data_set_are_refused(hub, arguments, error,
         load("hf", **arguments)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="the package datasets is not installed")
-def test_the_real_datasets_library(tmp_path):
-    import datasets
-
-    features = datasets.Features(
-        {
-            "image": datasets.Image(),
-            "label": datasets.ClassLabel(names=["a", "b", "c"]),
-            "x": datasets.Sequence(datasets.Value("float32")),
-            "text": datasets.Value("string"),
-        }
-    )
-
-    def part(images, labels):
-        columns = {
-            "image": list(images),
-            "label": list(labels),
-            "x": [[n, 0.5] for n in labels],
-            "text": ["t"] * len(labels),
-        }
-        return datasets.Dataset.from_dict(columns, features=features)
-
-    parts = {"train": part(IMAGES, LABELS), "validation": part(IMAGES[:4], LABELS[:4])}
-    datasets.DatasetDict(parts).save_to_disk(tmp_path / "both")
-    splits = load("hf", path=str(tmp_path / "both"), inputs="image", target="label")
-    images, labels = arrays(splits.train)
-    assert (images == IMAGES).all()  # PNG keeps every pixel
-    assert labels.tolist() == LABELS.tolist()
-    assert (splits.classes, splits.sample_shape, splits.validation.size) == (3, (6, 5, 3), 4)
-    parts["train"].save_to_disk(tmp_path / "one")
-    splits = load("hf", path=str(tmp_path / "one"), inputs="x,text", target="label", validation=6)
-    inputs, labels = arrays(splits.train)
-    assert inputs["x"].tolist() == [[n, 0.5] for n in labels]
-    assert set(inputs["text"]) == {b"t"}
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="cannot be opened by datasets"):
-        load("hf", path=str(tmp_path / "empty"), inputs="x", target="label")
-
-
 # -- TensorFlow Datasets --
 
 
@@ -419,42 +320,3 @@ def test_columns_and_parts_of_splits_can_be_chosen(prepared):
 def test_arguments_that_do_not_fit_a_prepared_data_set_are_refused(prepared, arguments, error, cause):
     with pytest.raises(error, match=re.escape(cause)):
         load("tfds", **arguments)
-
-
-def test_a_data_set_without_given_columns_lists_them(prepared):
-    prepared.info.supervised_keys = None
-    with pytest.raises(ConfigError, match=r"inputs COLUMN target COLUMN\. shapes has: image, label, x"):
-        load("tfds", name="shapes", inputs="image")
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("tensorflow_datasets") is None or importlib.util.find_spec("array_record") is None,
-    reason="the packages tensorflow-datasets and array_record are not installed",
-)
-def test_the_real_tensorflow_datasets_library(tmp_path):
-    import tensorflow_datasets
-
-    def part(count):
-        return tf.data.Dataset.from_tensor_slices({"image": IMAGES[:count], "label": LABELS[:count]})
-
-    tensorflow_datasets.dataset_builders.store_as_tfds_dataset(
-        name="shapes",
-        version="1.0.0",
-        data_dir=str(tmp_path),
-        split_datasets={"train": part(COUNT), "test": part(4)},
-        features=tensorflow_datasets.features.FeaturesDict(
-            {
-                "image": tensorflow_datasets.features.Image(shape=(6, 5, 3)),
-                "label": tensorflow_datasets.features.ClassLabel(num_classes=3),
-            }
-        ),
-        file_format="array_record",
-        disable_shuffling=True,
-    )
-    splits = load("tfds", name="shapes", path=str(tmp_path), inputs="image", target="label")
-    images, labels = arrays(splits.train)
-    assert (images == IMAGES).all()
-    assert labels.tolist() == LABELS.tolist()
-    assert (splits.classes, splits.validation.size, splits.sample_shape) == (3, 4, (6, 5, 3))
-    with pytest.raises(DataError, match="cannot be read by number"):
-        load("tfds", name="circles", path=str(tmp_path), inputs="image", target="label")

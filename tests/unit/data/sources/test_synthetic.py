@@ -28,10 +28,6 @@ def test_targets_are_the_tokens_that_follow():
     assert (splits.sample_shape, splits.classes) == ((5,), 9)
 
 
-def test_every_load_gives_the_same_tokens():
-    assert all((a == b).all() for a, b in zip(arrays(tokens().train), arrays(tokens().train), strict=True))
-
-
 def test_the_next_token_can_be_learned_to_the_chance_of_the_first_successor():
     splits = tokens(length=50, vocabulary=20, samples=1600)
     x, y = arrays(splits.train)

@@ -24,13 +24,6 @@ def table(tmp_path, text=TABLE, name="a.csv"):
     return tmp_path / name
 
 
-def rows_of(*count, seed=0):
-    """A table of random rows and a header."""
-    rng = np.random.default_rng(seed)
-    lines = [f"{a:.3f},{'abc'[b]},{b}" for a, b in zip(rng.random(*count), rng.integers(0, 3, *count), strict=True)]
-    return "\n".join(["size,colour,label", *lines]) + "\n"
-
-
 def test_numbers_and_categories_are_kept_apart(tmp_path):
     held = table(tmp_path, "colour,price,size,weight,more\nred,1,9,9,x\nviolet,0,8,8,y\n", "b.csv")
     splits = load("csv", table(tmp_path), target="price", columns="size,colour,weight", validation_path=str(held))
@@ -77,11 +70,6 @@ def test_a_limited_vocabulary_keeps_what_is_frequent(tmp_path):
     assert arrays(kept.validation)[0].ravel().tolist() == [0, 0, 1, 2]  # all are below 3
 
 
-def test_numbers_can_be_categories(tmp_path):
-    splits = load("csv", table(tmp_path), target="price", columns="size,weight", categorical="weight", validation=1)
-    assert splits.sample_shape == {"numeric": (1,), "categorical": (1,)}
-
-
 @pytest.mark.parametrize(
     ("targets", "arguments", "values", "classes"),
     [
@@ -120,12 +108,6 @@ def test_missing_values_are_named_or_filled(tmp_path, value):
     )
 
 
-def test_a_column_without_any_value_is_numeric(tmp_path):
-    path = table(tmp_path, "a,b,y\n,1,0\n,2,1\n")
-    splits = load("csv", path, target="y", missing=0.5, validation=1)
-    assert arrays(splits.train)[0][0, 0] == 0.5
-
-
 def test_a_text_after_numbers_is_named_with_its_row(tmp_path):
     path = table(tmp_path, TABLE.replace("1.5", "1,5").replace("3,1,5,red,4,0", '3,"1,5",red,4,0'))
     refused("csv", path, f"{path}, row 3: '1,5' in the column 'size' is not a number", target="price")
@@ -158,15 +140,6 @@ def test_tables_that_cannot_be_read_are_named(tmp_path, text, cause):
     path = table(tmp_path, text)
     refused("csv", path, cause, target="y")
     refused("csv", path, str(path), target="y")
-
-
-def test_files_that_are_no_text_are_refused(tmp_path):
-    (tmp_path / "a.csv").write_bytes(b"x,y\n1,\xff\n")
-    refused("csv", tmp_path / "a.csv", "row 1: CSV conversion error to string: invalid UTF8 data", target="y")
-    (tmp_path / "c.csv").write_bytes(b"x,\xff\n1,2\n")
-    refused("csv", tmp_path / "c.csv", "c.csv is damaged, or not what its name says: 'utf-8' codec", target="x")
-    (tmp_path / "b.csv").mkdir()
-    refused("csv", tmp_path / "b.csv", "b.csv cannot be read: Is a directory.", target="y")
 
 
 @pytest.mark.parametrize(
@@ -212,15 +185,6 @@ def test_a_file_for_validation_must_fit_the_first(tmp_path):
     )
 
 
-def test_a_long_table_begins_with_missing_texts(tmp_path):
-    lines = [f"{'' if i < 10 else chr(97 + i % 3)},{i},{i % 2}" for i in range(40)]  # the first texts are missing
-    path = table(tmp_path, "\n".join(["text,x,y", *lines]))
-    inputs, _ = arrays(load("csv", path, target="y", missing=0, validation_path=str(path)).train)
-    assert inputs["numeric"].ravel().tolist() == list(range(40))
-    expected = [0 if i < 10 else 1 + (i - 10) % 3 for i in range(40)]
-    assert inputs["categorical"].ravel().tolist() == expected
-
-
 def test_other_formats_hold_the_same_table(tmp_path):
     whole = csv.read_csv(table(tmp_path))
     pq.write_table(whole, tmp_path / "a.parquet", row_group_size=2)
@@ -237,32 +201,10 @@ def test_other_formats_hold_the_same_table(tmp_path):
         assert splits.preprocessing == expected.preprocessing
 
 
-def test_a_table_may_be_validated_on_one_of_another_format(tmp_path):
-    pq.write_table(csv.read_csv(table(tmp_path)), tmp_path / "b.parquet")
-    held = load("csv", tmp_path / "a.csv", target="colour", validation_path=str(tmp_path / "b.parquet"))
-    for one, other in zip(arrays(held.train), arrays(held.validation), strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
-def test_missing_values_of_other_formats_are_missing(tmp_path):
-    columns = {"a": [1.0, None, 3.0], "b": ["x", None, "y"], "c": [True, False, True], "y": [0, 1, 1]}
-    path = tmp_path / "a.parquet"
-    pq.write_table(pa.table(columns), path)
-    refused("csv", path, f"{path}, row 2: the column 'a' has no value.", target="y")
-    inputs, _ = arrays(load("csv", path, target="y", missing=-1, validation_path=str(path)).train)
-    assert inputs["numeric"].ravel().tolist() == [1, -1, 3]
-    assert inputs["categorical"].tolist() == [[1, 1], [0, 2], [2, 1]]
-
-
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.jsonl"])
 def test_damaged_files_of_other_formats_are_named(tmp_path, name):
     (tmp_path / name).write_bytes(b"something else")
     refused("csv", tmp_path / name, f"{tmp_path / name} is damaged, or not what its name says", target="y")
-
-
-def test_values_that_are_neither_numbers_nor_texts_are_refused(tmp_path):
-    pq.write_table(pa.table({"a": [[1], [2]], "y": [0, 1]}), tmp_path / "a.parquet")
-    refused("csv", tmp_path / "a.parquet", "holds list<element: int64>, not a value", target="y")
 
 
 def test_without_pyarrow_the_message_says_what_to_install(tmp_path, monkeypatch):

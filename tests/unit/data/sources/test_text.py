@@ -1,6 +1,5 @@
 """Text as tokens: windows, tokenizers, masks."""
 
-import os
 import re
 import sys
 from pathlib import Path
@@ -12,10 +11,9 @@ import tensorflow as tf
 from hvdtrain.config.data import DataConfig
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.registry import load_splits
-from hvdtrain.data.source import batch_spec
 from hvdtrain.data.sources import tokenizers
 from hvdtrain.data.sources.text import IGNORED, TokenSource, read_corpus, read_tokens
-from hvdtrain.data.sources.tokenizers import ByteTokenizer, CharTokenizer, make_tokenizer, smallest_type
+from hvdtrain.data.sources.tokenizers import ByteTokenizer, CharTokenizer, make_tokenizer
 
 WORDS = ("seldom", "merrily", "a", "of", "größer", "日本", "the", "house", "wanders", "\n")
 
@@ -62,19 +60,6 @@ def test_every_token_is_predicted_once_but_for_the_first_and_a_rest(tokens, leng
     assert tokens - 1 - y.size < length
 
 
-def test_windows_are_gathered_by_number_also_within_a_dataset():
-    source = TokenSource(np.arange(1000, dtype=np.uint16) % 300, 7, "tokens")
-    whole = samples(source)
-    numbers = [5, 0, 141, 5]
-    dataset = tf.data.Dataset.from_tensors(tf.constant(numbers, tf.int64)).map(source.gather)
-    assert tf.nest.map_structure(lambda spec: (spec.shape[1:], spec.dtype), dataset.element_spec) == (
-        tf.nest.map_structure(lambda spec: (spec.shape[1:], spec.dtype), batch_spec(source))
-    )
-    for part, expected in zip(next(iter(dataset)), whole, strict=True):
-        assert part.dtype == tf.int32
-        assert (part.numpy() == expected[numbers]).all()
-
-
 @pytest.mark.parametrize("tokenizer", ["chars", "bytes"])
 def test_both_parts_together_are_the_text(prose, tokenizer):
     length = 16
@@ -90,26 +75,6 @@ def test_both_parts_together_are_the_text(prose, tokenizer):
     assert (splits.sample_shape, splits.classes) == ((length,), read.tokenizer.size)
     shares = len(prose.read_bytes()[: round(0.75 * prose.stat().st_size)]), len("".join(decoded[:1]).encode())
     assert 0 <= shares[0] - shares[1] < 4  # a character is not cut
-
-
-@pytest.mark.parametrize(
-    ("size", "expected"),
-    [(2, np.uint8), (256, np.uint8), (257, np.uint16), (65536, np.uint16), (65537, np.int32)],
-)
-def test_tokens_are_held_in_the_smallest_type(size, expected):
-    assert smallest_type(size) == expected
-
-
-def test_a_source_says_where_a_window_is_and_what_it_holds():
-    tokens = np.arange(100, dtype=np.uint8)
-    source = TokenSource(tokens, 8, "some text")
-    assert source.describe(3) == "some text, tokens 24 to 32"
-    other = tokens.copy()
-    other[50] += 1
-    prints = {TokenSource(t, n, "x").fingerprint() for t, n in ((tokens, 8), (other, 8), (tokens, 9), (tokens, 8))}
-    assert source.fingerprint() in prints
-    assert len(prints) == 3
-    assert {len(one) for one in prints} == {32}
 
 
 # -- texts --
@@ -132,16 +97,6 @@ def test_the_built_in_text_is_large_and_always_the_same():
     splits = load_splits(DataConfig("text"))
     assert splits.train.size > 2000
     assert 80 < splits.classes < 256
-
-
-@pytest.mark.data
-def test_tiny_shakespeare_has_65_characters():
-    folder = os.environ.get("HVDTRAIN_DATA")
-    if not folder or not (Path(folder) / "tinyshakespeare.txt").exists():
-        pytest.skip("tinyshakespeare.txt is not in the folder that HVDTRAIN_DATA names")
-    splits = text("tinyshakespeare.txt")
-    assert splits.classes == 65
-    assert (splits.train.size, splits.validation.size) == (7842, 871)
 
 
 @pytest.mark.parametrize("source", ["text", "masked_text"])
@@ -168,21 +123,6 @@ def test_what_makes_no_text_is_refused(tmp_path, monkeypatch, source, arguments,
     Path("latin.txt").write_bytes(b"Gruf\xffe")
     with pytest.raises(kind, match=re.escape(cause)):
         load_splits(DataConfig(source, arguments))
-
-
-def test_a_file_that_cannot_be_read_is_named(prose, monkeypatch):
-    def refuse(file):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Path, "read_bytes", refuse)
-    with pytest.raises(DataError, match=re.escape(f"{prose} cannot be read: Permission denied.")):
-        text(prose)
-
-
-def test_a_folder_in_the_place_of_a_file_is_no_text(tmp_path):
-    (tmp_path / "texts" / "folder.txt").mkdir(parents=True)
-    with pytest.raises(DataError, match=re.escape("holds no .txt files")):
-        text(tmp_path / "texts")
 
 
 # -- tokenizers --
@@ -305,25 +245,6 @@ def test_a_mask_depends_on_the_number_of_the_sample_alone(prose):
     dataset = tf.data.Dataset.from_tensors(tf.constant(numbers[:7])).map(splits.train.gather)
     for part, expected in zip(next(iter(dataset)), whole, strict=True):
         assert (part.numpy() == expected[numbers[:7]]).all()
-
-
-def test_copies_of_a_window_have_masks_of_their_own_and_validation_has_one(prose):
-    splits, single = masked(prose, length=24, copies=3), masked(prose, length=24, copies=1)
-    assert splits.train.size == 3 * single.train.size
-    assert splits.validation.size == single.validation.size
-    first, second, _ = (samples(splits.train)[1] != IGNORED).reshape(3, single.train.size, 24)
-    assert (first == (samples(single.train)[1] != IGNORED)).all()
-    assert (first & second).sum() / first.sum() == pytest.approx(4 / 24, abs=0.02)
-    assert splits.train.describe(single.train.size + 2).endswith("tokens 48 to 71, copy 1")
-    prints = {source.fingerprint() for source in (splits.train, single.train, splits.validation)}
-    assert len(prints) == 3
-
-
-def test_at_least_one_place_is_chosen_and_all_can_be(prose):
-    _, y = samples(masked(prose, length=2, chosen=0.01, copies=1).validation)
-    assert ((y != IGNORED).sum(axis=1) == 1).all()
-    _, y = samples(masked(prose, length=8, chosen=1.0, copies=1).validation)
-    assert (y != IGNORED).all()
 
 
 @pytest.mark.parametrize("arguments", [{"chosen": 0.0}, {"chosen": 1.5}, {"copies": 0}])

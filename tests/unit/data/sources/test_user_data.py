@@ -64,22 +64,6 @@ def test_the_samples_are_those_of_the_arrays_in_their_order(kind):
     assert found.validation.size == 2
 
 
-@pytest.mark.filterwarnings("ignore:.*were read once")
-def test_vectors_as_targets_do_not_make_a_sample_a_batch():
-    rows = tf.data.Dataset.from_tensor_slices((X, keras.utils.to_categorical(Y, 4)))
-    found = splits(rows, rows.batch(2))
-    assert (found.train.size, found.validation.size, found.sample_shape, found.classes) == (10, 10, (3,), 4)
-
-
-@pytest.mark.filterwarnings("ignore:.*were read once")
-def test_nests_and_weights_come_along():
-    nest = tf.data.Dataset.from_tensor_slices(({"a": X, "b": X[:, :2]}, Y, np.ones(10)))
-    found = splits(nest, nest.batch(3))
-    assert found.sample_shape == {"a": (3,), "b": (2,)}
-    assert [len(part.elements) for part in (found.train, found.validation)] == [3, 3]
-    assert found.train.fingerprint() == found.validation.fingerprint()
-
-
 def odd():
     yield X[:4], Y[:4]
     yield X[4:, :2], Y[4:]
@@ -119,22 +103,6 @@ def test_batches_are_those_that_were_asked_for(data):
     assert read == [Y[:4].tolist(), Y[4:8].tolist(), Y[8:].tolist(), Y[:4].tolist()]
 
 
-def test_every_epoch_draws_anew():
-    noisy = SLICES.map(lambda x, y: (x + tf.random.uniform([]), y)).batch(10)
-    stream = training(noisy, 10).batches(0)
-    assert not np.array_equal(next(stream).inputs, next(stream).inputs)
-
-
-def test_splits_tell_shapes_and_classes_as_far_as_they_are_known():
-    labels = splits_of((SLICES, ARRAYS), "mypkg:data")
-    assert (labels.sample_shape, labels.classes, labels.train.size, labels.validation.size) == ((3,), None, None, 10)
-    one_hot = tf.data.Dataset.from_tensor_slices((X, keras.utils.to_categorical(Y, 4))).batch(5)
-    assert splits_of((one_hot, one_hot), "mypkg:data").classes == 4
-    with pytest.warns(UserWarning, match="were read once"):
-        held = splits_of((generator(), ARRAYS), "mypkg:data")
-    assert held.train.size == 10, "a generator object is read once"
-
-
 @pytest.mark.parametrize(
     ("data", "options", "said"),
     [
@@ -152,11 +120,6 @@ def test_splits_tell_shapes_and_classes_as_far_as_they_are_known():
 def test_options_that_cannot_be_kept_are_refused(data, options, said):
     with pytest.raises(ConfigError, match=said):
         training(data, **options)
-
-
-def test_an_empty_stream_is_refused():
-    with pytest.raises(DataError, match="mypkg:data holds no samples"):
-        StreamSource(SLICES.take(0), "mypkg:data")
 
 
 def test_validation_that_never_ends_takes_steps():

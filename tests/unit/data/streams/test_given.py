@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.config.errors import DataError
-from hvdtrain.data.streams.given import AsMany, in_step
+from hvdtrain.data.streams.given import in_step
 from hvdtrain.training.evaluation.predict import prediction_batches
 from hvdtrain.training.inputs import training_data, validation_batches
 from tests.unit.gathering import on_ranks
@@ -125,22 +125,11 @@ def test_batches_of_different_sizes_are_refused():
     assert "of rank 1 hold 8 samples" in refused(fit_on(dataset(), dataset(batch=8)))
 
 
-def test_data_of_different_kinds_are_refused():
-    said = refused(fit_on(dataset(), (X, Y), batch=(None, 4)))
-    assert said.startswith("The training data of rank 1 are arrays, and those of rank 0 a Dataset.")
-
-
 @pytest.mark.parametrize("of", [lambda n: (X[:n], Y[:n]), dataset, uncounted, Batches, generator])
 def test_validation_data_of_different_lengths_are_refused(of):
     assert evaluate_on(of(48), of(48)) == [12, 12]
     unit = "32 samples on rank 1 and 48" if isinstance(of(4), tuple) else "8 batches on rank 1 and 12"
     assert refused(evaluate_on(of(48), of(32))).startswith(f"The validation data have {unit} on rank 0.")
-
-
-@pytest.mark.parametrize("of", [lambda x: (x, Y), lambda x: tf.data.Dataset.from_tensor_slices((x, Y)).batch(4)])
-def test_validation_data_that_differ_are_refused(of):
-    said = refused(evaluate_on(of(X), of(X + 1)))
-    assert "validation" in said.split("rank 0")[0]
 
 
 @pytest.mark.parametrize("of", [lambda x: x, lambda x: tf.data.Dataset.from_tensor_slices(x).batch(4)])
@@ -167,15 +156,3 @@ def test_batches_that_one_rank_lacks_are_noticed_before_they_are_used(of):
     assert lengths_in_step(of(48), of(48)) == [12, 12]
     said = refused(lengths_in_step(of(48), of(32), of(40)))
     assert said.startswith("The validation data have 8 batches on rank 1 and more on rank 0. Every rank is given all")
-
-
-def test_batches_that_are_counted_need_no_meeting():
-    assert lengths_in_step((X, Y), (X, Y)) == [12, 12]
-
-
-def test_an_evaluation_that_is_left_compares_nothing():
-    class Silent:
-        def gather_bytes(self, payload, *, timeout, among="job"):
-            raise AssertionError("there is nobody to meet")
-
-    assert next(iter(AsMany([1, 2, 3], Silent(), "validation"))) == 1

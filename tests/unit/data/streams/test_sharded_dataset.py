@@ -15,7 +15,7 @@ from hvdtrain.data.batch import slice_batch
 from hvdtrain.data.streams import python_batches
 from hvdtrain.data.streams.dataset_batches import DatasetTraining
 from hvdtrain.data.streams.sharded_dataset import sharded
-from hvdtrain.training.inputs import training_data, validation_batches, with_class_weights
+from hvdtrain.training.inputs import training_data
 from tests.unit.gathering import on_ranks
 
 SAMPLES, BATCH = 50, 8
@@ -66,11 +66,6 @@ def test_slices_are_those_of_the_whole_dataset(kind, index, size):
     for one, other in zip(whole, mine, strict=True):
         for a, b in zip(tf.nest.flatten(tuple(one)), tf.nest.flatten(tuple(other)), strict=True):
             np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
-
-
-@pytest.mark.parametrize("kind", ["all orders", "zip"])
-def test_the_comparison_agrees(kind):
-    assert sharded(ORDER_KEPT[kind](), 2).compare(1, 2)[1]
 
 
 def test_batches_are_counted_without_a_map():
@@ -154,24 +149,6 @@ def test_maps_that_differ_between_two_calls_are_called_for_all_samples():
     assert data.steps_per_epoch == 7
 
 
-def test_validation_is_sharded_too():
-    def on_rank(backend):
-        batches = validation_batches(slices().map(decode).batch(BATCH), backend, batch=1)
-        return [label for batch in batches if float(batch.has_samples) for label in batch.targets.numpy().tolist()]
-
-    assert sorted(label for part in on_ranks(3, on_rank) for label in part) == sorted((2 * Y).tolist())
-
-
-def test_a_later_training_goes_on_with_the_next_order():
-    dataset = slices().map(decode).shuffle(SAMPLES, seed=1)
-
-    def first():
-        data = training_data(dataset, SingleBackend(None), batch=BATCH, seed=0, shuffle=True, steps_per_epoch=None)
-        return next(data.batches(0)).targets.numpy().tolist()
-
-    assert first() != first()
-
-
 @pytest.mark.parametrize("map_last", [False, True], ids=["whole", "sharded"])
 def test_a_sample_uses_up_one_order_however_long_it_takes(map_last):
     def build():
@@ -198,15 +175,6 @@ def test_training_goes_on_in_the_order_of_batches_that_were_counted(start):
         return [batch.targets.numpy().tolist() for batch in itertools.islice(training().batches(begin), 9 - begin)]
 
     assert targets(start) == targets(0)[start:]
-
-
-def test_class_weights_are_those_of_the_whole_dataset():
-    weighted = with_class_weights(slices().map(lambda x, y: (x, y % 3)), {1: 2.5})
-    for rank in on_ranks(
-        2, lambda backend: training_data(weighted, backend, batch=BATCH, seed=0, shuffle=False, steps_per_epoch=None)
-    ):
-        batch = next(rank.batches(0))
-        assert batch.sample_weight.numpy().tolist() == [2.5 if label == 1 else 1.0 for label in batch.targets.numpy()]
 
 
 # -- a first pass over what nobody has counted --
