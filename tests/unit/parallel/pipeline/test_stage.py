@@ -101,17 +101,6 @@ def test_equal_blocks_are_cut_into_equal_stages_where_one_tensor_leads_on():
     assert cut.first_names()[1:] == ["block2_attention_norm", "block4_attention_norm", "block6_attention_norm"]
 
 
-def test_no_other_cut_has_a_smaller_largest_stage():
-    widths = [3, 50, 7, 20, 30, 4, 9]
-    model = keras.Sequential([keras.Input((6,)), *(layers.Dense(width) for width in widths)])
-    cut = cut_model(model, 3)
-    largest = max(cut.cost(stage) for stage in range(3))
-    for first in range(1, 6):
-        for second in range(first + 1, 7):
-            other = type(cut)(cut.graph, (0, first, second, 7), cut.costs)
-            assert largest <= max(other.cost(stage) for stage in range(3))
-
-
 def test_a_cut_by_hand_is_where_the_names_say_and_may_send_several_tensors():
     model = transformer((8,), 20, 0, depth=2, width=16, heads=2)
     stages = stages_of(model, 2, names=["block0_mlp_in"])
@@ -292,15 +281,6 @@ def test_a_layer_with_a_state_is_not_called_by_several_stages(layer):
     with pytest.raises(ConfigError, match=r"each change a copy\. Received: a layer that stages 0 and 1 call"):
         staged(model, TwoRanks(), step_options({}))
     staged(keras.Model(inputs, layers.Dense(6)(shared(layers.Dense(6)(inputs)))), TwoRanks(), step_options({}))
-
-
-@pytest.mark.parametrize("layer", [layers.BatchNormalization, lambda: layers.Dropout(0.1, seed=1)])
-def test_a_siamese_network_is_cut_behind_both_calls_of_an_encoder_with_a_state(layer):
-    encoder = keras.Sequential([keras.Input((6,)), layers.Dense(64), layer(), layers.Dense(4)])
-    pair = keras.Input((6,)), keras.Input((6,))
-    head = layers.Dense(1, name="head")(layers.Subtract(name="difference")([encoder(each) for each in pair]))
-    stage = staged(keras.Model(pair, head), TwoRanks(), step_options({}))
-    assert stage.whole.cut.first_names()[1] == "head"
 
 
 def test_an_optimizer_that_would_clip_each_stage_by_itself_is_refused():

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdtrain.models.transformer import build as transformer
 from hvdtrain.parallel.pipeline.cut import cut_model
 from hvdtrain.parallel.pipeline.stage import PipelineStage
 from hvdtrain.state.initial_values import LazilyInitialized, build_lazily, materialize
@@ -163,40 +162,6 @@ def test_a_function_that_was_traced_before_computes_with_the_values_that_came_la
     np.testing.assert_allclose(traced["call"](x), plain()(x), atol=1e-6)
 
 
-def test_what_a_trace_assigns_is_assigned_when_it_runs():
-    traced = {}
-
-    def build():
-        norm = layers.BatchNormalization(momentum=0.5)
-        model = keras.Sequential([keras.Input((4,)), layers.Dense(4), norm])
-        function = tf.function(lambda x: model(x, training=True))
-        traced["call"] = function.get_concrete_function(tf.TensorSpec([2, 4]))
-        return model
-
-    model = without_values(build)
-    call, whole = traced["call"], plain(build)
-    materialize(model.variables)
-    for mine, wanted in zip(model.get_weights(), whole.get_weights(), strict=True):
-        np.testing.assert_array_equal(mine, wanted)
-    x = tf.constant([[1.0, 2.0, 3.0, 4.0], [0.0, 1.0, 0.0, 1.0]])
-    np.testing.assert_allclose(call(x), whole(x, training=True), atol=1e-6)
-    assert np.abs(model.layers[1].moving_mean).max() > 0
-    for mine, wanted in zip(model.get_weights(), whole.get_weights(), strict=True):
-        np.testing.assert_allclose(mine, wanted, atol=1e-6)
-
-
-def test_what_is_none_of_the_models_variables_has_a_value():
-    made = {}
-
-    def build():
-        made["scale"] = keras.Variable(initializer="ones", shape=(1,), name="scale")
-        return dense()
-
-    without_values(build)
-    np.testing.assert_array_equal(made["scale"], [1.0])
-    assert type(made["scale"]) is keras.Variable
-
-
 def test_layers_of_other_stages_cannot_be_read():
     model = without_values()
     stage = stage_of(0, model)
@@ -204,15 +169,6 @@ def test_layers_of_other_stages_cannot_be_read():
     assert stage.held_layers[0].kernel.numpy().shape == (WIDTH, WIDTH)
     with pytest.raises(TypeError):
         model.layers[-1].kernel.numpy()
-
-
-def test_the_recipes_matrices_are_not_drawn_while_they_are_built():
-    build = lambda: transformer((8,), 20, 0, depth=3, width=16, heads=2)  # noqa: E731
-    whole, model = plain(build), without_values(build)
-    assert sum(map(bytes_of, model.variables)) <= 8 * len(model.variables), "but for generators"
-    materialize(model.variables)
-    for mine, wanted in zip(model.get_weights(), whole.get_weights(), strict=True):
-        np.testing.assert_array_equal(mine, wanted)
 
 
 def test_tied_weights_and_batch_normalization_start_alike():
