@@ -9,18 +9,7 @@ from pathlib import Path
 import pytest
 
 import hvdtrain
-from hvdtrain.cli.launch import (
-    Host,
-    Machine,
-    count_gpus,
-    find_mpi,
-    find_site,
-    forwarded,
-    launch_command,
-    parse,
-    parse_hosts,
-    read_hostfile,
-)
+from hvdtrain.cli.launch import Host, Machine, count_gpus, find_mpi, launch_command, parse, parse_hosts, read_hostfile
 from hvdtrain.cli.main import main
 from hvdtrain.config.errors import ConfigError, UserError, on_command_line
 from tests.unit import launcher_environments
@@ -123,19 +112,6 @@ def test_each_mpi_gets_its_own_flags(place, version, here, hosts, more_than_core
     assert place.words("--mpi -np 9") == more_than_cores
 
 
-def test_intel_mpi_takes_hosts_of_one_size_together(place):
-    place.has("mpirun", INTEL)
-    words = place.words("--mpi --hosts h1:2,h2:2")
-    assert words == f"mpirun -genvall -genv I_MPI_PIN=0 -hosts h1,h2 -ppn 2 -n 4 {FAR}"
-
-
-def test_horovodrun_does_not_know_open_mpi_5(place):
-    place.has("horovodrun", "")
-    place.has("mpirun", OPEN_MPI_5)
-    assert place.words().startswith("mpirun -np 2 ")
-    assert place.words("--gloo").startswith("horovodrun --gloo ")
-
-
 def test_root_is_told_to_open_mpi_unless_the_environment_says_so(place):
     place.has("mpirun", OPEN_MPI_4)
     told = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -143,11 +119,6 @@ def test_root_is_told_to_open_mpi_unless_the_environment_says_so(place):
     assert "as-root" not in place.words("--mpi", told, root=True)
     place.has("mpirun", MPICH)
     assert "as-root" not in place.words("--mpi", root=True)
-
-
-def test_a_script_of_the_users_own(place):
-    place.has("horovodrun", "")
-    assert place.words(arguments="train.py --lr 0.1") == "horovodrun -np 2 python train.py --lr 0.1"
 
 
 @pytest.mark.parametrize(
@@ -162,11 +133,6 @@ def test_mistakes_are_named(place, line, message):
     with pytest.raises(UserError) as raised:
         place.words(line)
     assert re.search(message, on_command_line(raised.value.message)), on_command_line(raised.value.message)
-
-
-def test_more_ranks_than_slots_where_they_are_wanted(place):
-    place.has("horovodrun", "")
-    assert place.words(f"{HOSTS} -np 6 --oversubscribe") == f"horovodrun -np 6 -H h1:2,h2:1 {FAR}"
 
 
 # --- schedulers ---
@@ -246,12 +212,6 @@ def test_lsf(place):
         place.words("-np 3", LSF)
 
 
-def test_lsf_without_jsrun(place):
-    place.has("mpirun", OPEN_MPI_5)
-    assert " -H h1:42,h2:42 " in place.words("", LSF)
-    assert " -H h1:6 " in place.words("-np 6", LSF)
-
-
 @pytest.mark.parametrize("site", [SLURM, LSF])
 def test_hosts_are_not_named_inside_a_scheduler(place, site):
     with pytest.raises(ConfigError, match="--hosts and --hostfile are for hosts that no scheduler hands out"):
@@ -264,10 +224,6 @@ def test_a_pod_names_the_manifests(place):
     with pytest.raises(Exception, match=r"launch/kubernetes/mpijob\.yaml.*launch/kubernetes/indexed-job-gloo\.yaml"):
         place.words("", pod)
     assert place.words("-np 2", pod) == f"horovodrun -np 2 {RUN}"
-
-
-def test_a_step_of_slurm_is_no_allocation():
-    assert find_site({"SLURM_STEP_ID": "0"}).name == ""
 
 
 # --- hosts, programs, GPUs ---
@@ -301,20 +257,6 @@ def test_versions_of_other_mpis(place):
     assert find_mpi(place.machine()) is None
     place.has("mpirun", "mpirun (IBM Spectrum MPI) 10.4.0.3rtm4")
     assert str(find_mpi(place.machine())) == "Open MPI 4"
-
-
-def test_forwarded_variables():
-    given = (
-        "HVDTRAIN_JOB_SECRET",
-        "PATH",
-        "PYTHONPATH",
-        "TF_CONFIG",
-        "HOME",
-        "CUDA_VISIBLE_DEVICES",
-        "NCCL_DEBUG",
-        "A",
-    )
-    assert forwarded(dict.fromkeys(given, "")) == ["HVDTRAIN_JOB_SECRET", "NCCL_DEBUG", "PATH", "PYTHONPATH"]
 
 
 @pytest.mark.parametrize(

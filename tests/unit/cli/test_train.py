@@ -2,16 +2,14 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from hvdtrain.cli import inference, train
-from hvdtrain.cli.main import USAGE, VERBS, main
+from hvdtrain.cli.main import VERBS, main
 from hvdtrain.cli.train import Files, parse
-from hvdtrain.config.errors import CheckpointError, ConfigError, UserError, on_command_line
+from hvdtrain.config.errors import CheckpointError, UserError, on_command_line
 from hvdtrain.config.files import to_yaml
-from hvdtrain.config.run import Config
 from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.recipes import RECIPES, recipe
 
@@ -41,11 +39,6 @@ def said(*argv):
 # -- train: recipe < --config < flags --
 
 
-def test_no_words_mean_the_default_recipe():
-    request = parse([])
-    assert (request.config, request.files) == (DIGITS, Files())
-
-
 def test_flags_go_over_the_recipe():
     request = parse(["digits", "--epochs", "3", "--batch=32", "--pin", "False", "--schedule", "constant"])
     expected = replace(
@@ -65,17 +58,6 @@ def test_a_file_goes_over_the_recipe_and_flags_over_the_file(tmp_path):
     assert (config.training.epochs, config.training.seed) == (5, 7)  # the flag; the file
     assert (config.data.batch, config.data.eval_batch) == (32, 9)
     assert config.optim == DIGITS.optim  # the recipe
-
-
-def test_a_runs_own_configuration_reproduces_it(run_dir):
-    assert parse(["--config", str(run_dir / "config.yaml")]).config == changed("training", epochs=3, seed=4)
-    assert parse(["digits", "--config", str(run_dir / "config.yaml")]).config.training.seed == 4
-
-
-def test_files_are_no_part_of_the_configuration(tmp_path):
-    request = parse(["--run-dir", "here", "--epochs", "2"])
-    assert request.files == Files(run_dir=Path("here"))
-    assert request.config == changed("training", epochs=2)
 
 
 def test_arguments_are_pairs_whose_types_are_read_off():
@@ -132,11 +114,6 @@ def test_a_mistake_on_the_command_line_is_explained(argv, parts):
     text = said(*argv)
     for part in parts:
         assert part in text
-
-
-def test_a_value_that_is_refused_is_not_wrapped_in_the_parsers_words():
-    assert said("--epochs", "0") == "--epochs must be at least 1. Received: 0."
-    assert said("--accumulate", "0") == "--accumulate must be at least 1. Received: 0."
 
 
 def test_an_unknown_key_in_the_file_is_named_with_its_path(tmp_path):
@@ -230,10 +207,6 @@ def test_resume_excludes_another_start(run_dir, more):
     assert "it takes no recipe, --config or --run-dir" in said("--resume", run_dir, *more)
 
 
-def test_resume_takes_no_recipe(run_dir):
-    assert "it takes no recipe" in said("digits", "--resume", run_dir)
-
-
 def test_resume_needs_a_run(tmp_path):
     with pytest.raises(CheckpointError, match=r"--resume .*: there is no run \(no config\.yaml in it\)"):
         parse(["--resume", str(tmp_path)])
@@ -298,14 +271,6 @@ def test_the_first_word_decides(called, argv, call):
     assert called == [call]
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["-h"], ["help"]])
-def test_help_shows_every_verb(called, capsys, argv):
-    assert main(argv) == 0
-    assert capsys.readouterr().out.strip() == USAGE
-    assert all(f"\n  {verb}" in USAGE for verb in VERBS)
-    assert called == []
-
-
 @pytest.mark.parametrize(
     ("word", "hint"),
     [("trian", "Perhaps you meant: train."), ("digts", "Perhaps you meant: digits."), ("zz", "Available: ")],
@@ -348,25 +313,6 @@ def test_recipes_are_listed_in_a_line_each(capsys):
     assert lines[0].split(maxsplit=1)[1].startswith("Small CNN")
 
 
-def test_the_options_help_shows_the_recipes_own_arguments_as_one_would_type_them(capsys):
-    assert main(["resnet_synthetic", "--help"]) == 0
-    typed = capsys.readouterr().out.split("Its own arguments: ")[1].split()
-    assert parse(["resnet_synthetic", *typed]).config == recipe("resnet_synthetic")
-    assert "--model-args depth 8" in " ".join(typed)
-
-
-def test_the_options_help_shows_the_recipes_own_values(capsys):
-    assert main(["digits", "--help"]) == 0
-    text = " ".join(capsys.readouterr().out.split())
-    for part in ("--resume", "--run-dir", "--config", "--batch INT", "[64]", "[0.002]"):
-        assert part in text
-
-
-def test_help_for_an_unknown_recipe_is_refused(capsys):
-    assert main(["train", "digit", "--help"]) == 2
-    assert "Unknown recipe 'digit'. Perhaps you meant: digits." in capsys.readouterr().err
-
-
 def test_nothing_before_the_start_imports_tensorflow(run_dir):
     """Neither help nor a mistake may cost seconds, and the ranks agree before TensorFlow is there."""
     code = f"""
@@ -398,11 +344,6 @@ def test_what_must_agree_among_the_ranks(run_dir):
     assert {name for name in facts if facts[name] != elsewhere[name]} == {"run_dir"}
 
 
-def test_errors_of_the_command_line_are_the_users():
-    assert issubclass(ConfigError, UserError)
-    assert isinstance(parse([]).config, Config)
-
-
 def test_a_schedule_that_a_resumed_run_stretches_is_said(run_dir):
     from hvdtrain.runs.resume import stretched_schedule
 
@@ -414,24 +355,11 @@ def test_a_schedule_that_a_resumed_run_stretches_is_said(run_dir):
     assert stretched_schedule(constant, replace(before, optim=constant.optim)) is None
 
 
-def test_switches_may_stand_alone():
-    config = parse(["--jit", "--epochs", "3", "--recompute=False", "--shuffle", "false", "--sync-batch-norm"]).config
-    training = config.training
-    assert (training.jit, training.recompute, training.sync_batch_norm, training.epochs) == (True, False, True, 3)
-    assert config.data.shuffle is False
-
-
 def test_arguments_may_be_given_in_several_options():
     words = ["--model-args", "depth", "2", "--batch", "16", "--model-args", "width", "32", "depth", "4", "--jit"]
     config = parse(["gpt_char", *words]).config
     assert config.model.model_args == {"depth": 4, "width": 32}
     assert (config.data.batch, config.training.jit) == (16, True)
-
-
-@pytest.mark.parametrize("option", ["--max-steps", "--dry-run"])
-def test_a_number_that_is_none_is_refused_by_what_the_option_takes(option):
-    refusal = said("digits", option, "four")
-    assert refusal.startswith(f"argument {option}: takes INT, or None. Received: 'four'. ")
 
 
 # -- --resume auto --

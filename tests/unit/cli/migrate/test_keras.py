@@ -1,15 +1,11 @@
 """What `hvdtrain doctor --script` says of TensorFlow and Keras in Horovod scripts is true of the installed versions."""
 
-import types
-
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from hvdtrain.cli.migrate import keras2
-from hvdtrain.cli.migrate.keras import installed_name
-from hvdtrain.cli.migrate.packages import is_missing
 from hvdtrain.horovod.flavour import IS_LEGACY
 from tests.unit.cli.migrate.test_script import HAND, analyse
 
@@ -277,38 +273,3 @@ def test_a_wrapped_optimizer_has_what_doctor_says(tmp_path):
         assert len(said) == 2 * is_refused, name
     assert advice(tmp_path, f"{lines}optimizer.variables()\noptimizer.apply_gradients([], name='x')") == []
     wrapped.variables()
-
-
-def below(module, name, seen):
-    """Yield the public dotted names of a package, as deep as its modules go."""
-    for each in sorted(vars(module)):
-        value = vars(module)[each]
-        is_module = isinstance(value, types.ModuleType)
-        if each[0] == "_" or each in ("src", "compat") or (is_module and "tensorflow.python" in value.__name__):
-            continue
-        if is_module and name == "tensorflow" and "_api" not in value.__name__:
-            continue  # loaded by others, not offered
-        yield f"{name}.{each}"
-        if is_module and each != "raw_ops" and id(value) not in seen:
-            seen.add(id(value))
-            yield from below(value, f"{name}.{each}", seen)
-
-
-@pytest.mark.parametrize("module", [keras, tf], ids=["keras", "tensorflow"])
-def test_names_read_from_sources_are_those_that_exist(module):
-    names = set(below(module, module.__name__, set()))
-    assert len(names) > 500
-    assert [name for name in sorted(names) if is_missing(installed_name(name, False))] == []
-
-
-def test_names_of_tensorflow_1_are_missing():
-    gone = [name for name in dir(tf.compat.v1) if not name.startswith("_") and not hasattr(tf, name)]
-    assert len(gone) > 100
-    assert [name for name in gone if not is_missing(f"tensorflow.{name}")] == []
-    gone = [name for name in dir(tf.compat.v1.train) if not hasattr(tf.train, name) and not name.startswith("_")]
-    assert [name for name in gone if not is_missing(f"tensorflow.train.{name}")] == []
-
-
-def test_the_layer_that_keras_3_does_not_have_is_horovods(tmp_path):
-    line = "tf.keras.layers.experimental.SyncBatchNormalization()"
-    assert "use hvd.SyncBatchNormalization" in str(advice(tmp_path, line))
