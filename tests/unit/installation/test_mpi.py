@@ -36,14 +36,6 @@ def test_an_mpi_of_another_version_needs_another_horovod(machine):
     assert builds(machine.setup()) == 1
 
 
-def test_pypis_mpi_goes_when_the_system_has_one(machine):
-    machine.setup()
-    for tool in ("mpicxx", "mpirun"):
-        machine.has(tool)
-        machine.has(tool, folder=machine.prefix / "bin")  # which must not be taken for the system's
-    assert any("--yes openmpi" in call for call in machine.setup())
-
-
 def test_an_mpi_of_the_conda_environment_itself_is_a_system_mpi(machine):
     for tool in ("mpicxx", "mpirun"):
         machine.has(tool, folder=machine.prefix / "bin")

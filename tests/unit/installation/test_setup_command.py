@@ -33,11 +33,6 @@ def test_what_to_do_next(machine, monkeypatch, path, root, script, expected):
     assert command.startswith(expected.format(own=own))
 
 
-def test_conda_environments_are_activated_by_conda(machine):
-    (machine.prefix / "conda-meta").mkdir()
-    assert machine.environment.activation() == f"conda activate {machine.prefix}"
-
-
 # --- the command ---
 
 

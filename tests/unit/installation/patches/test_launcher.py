@@ -1,6 +1,5 @@
 """What `horovodrun` shows besides the lines of the job, and with which code it ends."""
 
-import io
 import os
 import signal
 import sys
@@ -37,13 +36,6 @@ def test_what_horovod_was_built_with_is_asked_of_its_library(capfd, monkeypatch)
     assert capfd.readouterr() == ("", "")
 
 
-def test_an_extension_that_is_not_there_is_not_available(capfd):
-    from horovod.common import util
-
-    assert util.extension_available("mxnet") is False
-    assert capfd.readouterr() == ("", "")
-
-
 @pytest.mark.parametrize(("code", "passed_on"), [(143, 143), (75, 75), (256, 1), (-9, 1)])
 def test_ranks_that_fail_are_named_in_a_line(run, capfd, code, passed_on):
     def fails(args):
@@ -51,14 +43,6 @@ def test_ranks_that_fail_are_named_in_a_line(run, capfd, code, passed_on):
 
     assert run(fails) == passed_on
     assert capfd.readouterr().err == f"horovodrun: rank 1 was the first to end, with exit code {code}.\n"
-
-
-def test_another_error_stays(run):
-    def fails(args):
-        raise RuntimeError("no such host")
-
-    with pytest.raises(RuntimeError, match="no such host"):
-        run(fails)
 
 
 def test_an_interface_that_is_not_there_is_named_with_those_that_are(run, capfd):
@@ -102,12 +86,3 @@ def test_output_that_nobody_reads_is_dropped(run, monkeypatch):
         monkeypatch.setattr(sys, "stdout", pipe)
         assert run(prints) is None
         assert sys.stdout is pipe
-
-
-def test_a_stream_without_a_descriptor_is_written_to(monkeypatch):
-    """As in a notebook."""
-    from horovod.runner.util.lasting_stream import LastingStream
-
-    text = io.StringIO()
-    assert LastingStream(text).write("shown") == 5
-    assert text.getvalue() == "shown"

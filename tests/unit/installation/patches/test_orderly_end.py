@@ -125,9 +125,3 @@ def test_a_rank_that_was_not_started_yet_is_asked_as_soon_as_it_is():
     assert not ending.is_alive()
     assert shell.wait(30) in (75, 128 + signal.SIGTERM)
     shell.stdout.close()
-
-
-def test_a_rank_that_ends_by_itself_keeps_its_code():
-    output = Output()
-    code = safe_shell_exec.execute("echo began; exit 3", stdout=output, stderr=output)
-    assert (code, output.text) == (3, "began\n")

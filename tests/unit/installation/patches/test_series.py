@@ -13,10 +13,7 @@ from hvdtrain.runtime import horovod_patches
 from hvdtrain.runtime.horovod_patches import difference, installed_hashes, patched_version, series, series_hashes
 from tests.entry.docs.pages import ROOT
 
-HEADER = re.compile(
-    r"[A-Z][^\n]{10,90}[^\n.]\n\nWhy: .+?\n\nFault: .+?\n\nUpstream: .+?\n\ndiff --git ",
-    re.DOTALL,
-)
+HEADER = re.compile(r"[A-Z][^\n]{10,90}[^\n.]\n\nWhy: .+?\n\nFault: .+?\n\nUpstream: .+?\n\ndiff --git ", re.DOTALL)
 STOCK: dict[str, str] = {}
 """Of a Horovod without patches."""
 
@@ -69,9 +66,3 @@ def test_a_patch_without_which_a_job_cannot_start_is_required(monkeypatch):
     monkeypatch.setattr(horovod_patches, "installed_hashes", lambda: STOCK)
     with pytest.raises(LaunchError, match=r"The store needs .*patch store-token .*Received: Horovod \S+ without it\."):
         horovod_patches.require_patch("store-token", "The store")
-
-
-def test_a_horovod_with_them_is_not():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        horovod_patches.warn_if_unpatched()

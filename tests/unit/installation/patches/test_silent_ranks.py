@@ -55,16 +55,6 @@ def test_a_silent_rank_is_given_up_once_others_wait_for_it(job):
     ]
 
 
-def test_a_rank_that_is_late_but_lives_is_waited_for(job):
-    """It saves, say, and has not seen yet that its world is over."""
-    with job.silent.process(A), job.silent.process(B) as lost, job.silent.asking(A):
-        job.passes(500, B)
-        job.passes(59)
-        assert not lost.is_set()
-        job.passes(1)
-        assert lost.is_set()
-
-
 def test_a_rank_that_has_just_been_started_has_longer_for_its_first_sign(job):
     with job.silent.process(A):
         job.passes(300, A)
@@ -89,15 +79,6 @@ def test_a_launcher_that_stood_still_itself_blames_nobody(job):
         job.time += 3600
         job.passes(10)
         assert not lost.is_set()
-
-
-def test_ranks_that_give_no_signs_at_all_are_none_of_ours(job):
-    with job.silent.process(A) as one, job.silent.process(B) as other, job.silent.asking(A):
-        job.passes(500)
-        job.silent.hear(A, b"{}")
-        job.passes(500)
-    assert not one.is_set()
-    assert not other.is_set()
 
 
 @pytest.fixture
