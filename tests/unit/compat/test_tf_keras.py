@@ -19,7 +19,7 @@ def stepped(kind, **options):
     return optimizer
 
 
-@CONTRACTS.of(compat.BatchNormalizationByMoments, (tf_keras.layers.BatchNormalization, "_calculate_mean_and_var"))
+@CONTRACTS.of(compat.BatchNormalizationByMoments)
 def asks_for_moments():
     class Ones(compat.BatchNormalizationByMoments):
         def moments(self, inputs, axes, keep_dims, mask):
@@ -30,7 +30,7 @@ def asks_for_moments():
     np.testing.assert_allclose(Ones(fused=False)(x, training=True), x - 1, atol=1e-5)
 
 
-@CONTRACTS.of(compat.compute_gradients, (tf_keras.optimizers.legacy.Optimizer, "_compute_gradients"))
+@CONTRACTS.of(compat.compute_gradients)
 def computes_gradients():
     for kind in (SGD, LEGACY):
         variable = tf.Variable(3.0)
@@ -49,7 +49,7 @@ def knows_its_strategy():
     compat.strategy_of(SGD())
 
 
-@CONTRACTS.of(compat.create_slots, (tf_keras.optimizers.legacy.Optimizer, "_create_all_weights"))
+@CONTRACTS.of(compat.create_slots)
 def creates_slots():
     for kind in (SGD, LEGACY):
         optimizer = kind(momentum=0.5)
@@ -85,18 +85,7 @@ def knows_the_loss_scale_around_it():
     assert compat.is_within_loss_scale(inner)
 
 
-@pytest.mark.parametrize("name", CONTRACTS.known)
-def test_contract(name):
-    CONTRACTS.hold(name)
-
-
-@pytest.mark.parametrize(("name", "library", "attribute"), CONTRACTS.all_breaks())
-def test_a_contract_names_what_no_longer_holds(name, library, attribute, monkeypatch):
-    CONTRACTS.breaks(name, monkeypatch, library, attribute)
-
-
-def test_every_function_has_a_contract():
-    assert CONTRACTS.functions() == set(CONTRACTS.known)
+test_contract, test_every_function_has_a_contract = CONTRACTS.tests()
 
 
 def test_moments_that_nobody_asks_for_are_refused(monkeypatch):
