@@ -71,18 +71,6 @@ def test_what_is_saved_is_restored(saved):
     assert values(fresh) == values(variables(7.0))
 
 
-def test_paths_decide_and_not_the_order(saved):
-    fresh = variables()
-    restore(saved, dict(reversed(fresh.items())))
-    assert values(fresh) == values(variables(7.0))
-
-
-def test_the_folder_appears_with_the_first_checkpoint(folder):
-    checkpointer = Checkpointer(folder / "deep")
-    assert not folder.exists()
-    assert checkpointer.save(1, named(variables()), {}) == folder / "deep" / "step-00000001"
-
-
 def test_the_newest_is_the_one_with_the_highest_step(folder):
     checkpointer = Checkpointer(folder, keep=9)
     for step in (100_000_000, 99_999_999, 5):
@@ -98,13 +86,6 @@ def test_the_newest_are_kept(folder):
     fresh = variables()
     assert restore(checkpointer.find(), fresh) == {"step": 10}
     assert values(fresh) == values(variables(10.0))
-
-
-def test_fewer_than_are_kept_all_stay(folder):
-    checkpointer = Checkpointer(folder, keep=5)
-    for step in (1, 2, 3):
-        checkpointer.save(step, named(variables()), {})
-    assert len(names(folder)) == 3
 
 
 def test_what_somebody_else_put_there_stays_and_is_not_restored(folder, saved):
@@ -232,12 +213,6 @@ def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_changed(saved, 
     assert values(other) == before
 
 
-def test_the_first_differences_stand_for_many(folder):
-    saved = Checkpointer(folder).save(1, named({f"v{i}": tf.Variable(0.0) for i in range(9)}), {})
-    with pytest.raises(CheckpointError, match=r"v0: .*; v1: .*; v2: .* … and 6 more\.$"):
-        restore(saved, {})
-
-
 # -- what cannot be written --
 
 
@@ -262,16 +237,6 @@ def test_a_disk_that_fails_leaves_what_was_there(folder, saved, monkeypatch, cal
             Checkpointer(folder).save(4, named(variables()), {})
     assert names(folder) == [saved.name]
     Checkpointer(folder).save(4, named(variables()), {})
-
-
-def test_tensorflows_own_errors_are_told_as_well(folder, monkeypatch):
-    def fail(*args, **more):
-        raise tf.errors.ResourceExhaustedError(None, None, "a server is gone")
-
-    monkeypatch.setattr(pending, "write_tensors", fail)
-    with pytest.raises(CheckpointError, match=r"step-00000004 cannot be written: .*a server is gone"):
-        Checkpointer(folder).save(4, named(variables()), {})
-    assert names(folder) == []
 
 
 def test_the_leavings_of_killed_writers_are_cleared_away(folder):
@@ -299,12 +264,7 @@ def test_a_failure_keeps_the_only_checkpoint(folder, saved, monkeypatch):
     def fail(*args, **more):
         raise OSError(28, "No space left on device")
 
-    for module, call in (
-        (pending, "write_tensors"),
-        (pending, "commit"),
-        (os, "rename"),
-        (os, "fsync"),
-    ):
+    for module, call in ((pending, "write_tensors"), (pending, "commit"), (os, "rename"), (os, "fsync")):
         for step in (3, 4):
             with monkeypatch.context() as patch:
                 patch.setattr(module, call, fail)
@@ -383,13 +343,6 @@ def test_tensors_of_strings_are_refused_by_name(folder):
     assert names(folder) == []
 
 
-def test_two_tensors_of_one_name_are_refused(folder):
-    tensors = {"v[0:2]": replicated_tensor(tf.Variable([1.0])), "v": replicated_tensor(tf.Variable([1.0, 2.0]))}
-    tensors["v"] = tensors["v"]._replace(global_shape=(3,))
-    with pytest.raises(CheckpointError, match=r"two of its tensors are called v\[0:2\]\."):
-        Checkpointer(folder).save(1, tensors, {})
-
-
 def test_a_file_is_what_safetensors_would_write(folder):
     tensors = {"a": tf.Variable([1.0, 2.0]), "b": tf.Variable([[3.0]]), "c": tf.Variable([True])}
     path = Checkpointer(folder).save(1, named(tensors), {})
@@ -399,14 +352,6 @@ def test_a_file_is_what_safetensors_would_write(folder):
     assert json.loads(ours[8 : 8 + headers[0]]) == json.loads(theirs[8 : 8 + headers[1]])
     assert ours[8 + headers[0] :] == theirs[8 + headers[1] :]
     assert headers[0] % 8 == 0, "tensors are aligned in the file"
-
-
-def test_the_damaged_tensor_is_named(saved):
-    data = saved / "tensors-00000.safetensors"
-    content = data.read_bytes()
-    data.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    with pytest.raises(CheckpointError, match=r"in tensors-00000\.safetensors the bytes of model/half are not those"):
-        restore(saved, variables())
 
 
 def test_the_index_has_shapes_slices_and_checksums(saved):

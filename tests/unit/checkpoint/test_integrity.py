@@ -110,17 +110,6 @@ def test_the_best_is_found_where_the_newest_is_damaged(folder):
     assert find_checkpoint(folder, "best") == at(folder, 4)
 
 
-def test_one_that_cannot_be_set_aside_is_passed_over(folder, capsys, monkeypatch):
-    flip(at(folder, 6) / DATA, -1)
-
-    def refuse(*paths):
-        raise OSError(30, "Read-only file system")
-
-    monkeypatch.setattr(os, "rename", refuse)
-    assert Checkpointer(folder).find_to_go_on() == at(folder, 4)
-    assert "it cannot be set aside: Read-only file system" in capsys.readouterr().err
-
-
 # -- a hostile file --
 
 

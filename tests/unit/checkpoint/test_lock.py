@@ -94,12 +94,6 @@ def test_a_folder_that_was_made_for_the_lock_alone_goes_with_it(tmp_path):
     assert list((tmp_path / "mine").iterdir()) == []
 
 
-def test_a_folder_that_is_removed_meanwhile_is_no_error_of_the_lock(tmp_path):
-    with locked(tmp_path / "run", NoOpCollectives()):
-        (tmp_path / "run" / ".lock").unlink()
-        (tmp_path / "run").rmdir()
-
-
 def test_a_file_in_its_place_is_named(tmp_path):
     (tmp_path / "run").write_text("mine")
     with (

@@ -73,11 +73,6 @@ def test_the_best_stays_beside_the_newest(tmp_path):
     assert Checkpointer(tmp_path).find("best").name == "step-00000020"
 
 
-def test_one_that_is_no_longer_the_best_goes(tmp_path):
-    saved(tmp_path, {10: 10, 20: 10, 30: 30})
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000030"]
-
-
 def test_what_is_not_there_is_named_with_what_is(tmp_path):
     with pytest.raises(CheckpointError, match="There is no complete checkpoint in"):
         find_checkpoint(tmp_path, "best")

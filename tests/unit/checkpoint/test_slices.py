@@ -11,7 +11,7 @@ from hvdtrain.checkpoint.checkpointer import Checkpointer
 from hvdtrain.checkpoint.restore import restore
 from hvdtrain.config.errors import CheckpointError
 from hvdtrain.runtime.placement import Ranges, box_shape
-from hvdtrain.state.named_tensors import NamedTensor, replicated_tensor, spec_of, values_in
+from hvdtrain.state.named_tensors import NamedTensor, replicated_tensor, values_in
 from tests.unit.gathering import Gathering, on_ranks
 
 FILES = [f"tensors-{rank:05d}.safetensors" for rank in range(2)]
@@ -182,28 +182,6 @@ def test_a_checkpoint_of_that_name_from_another_run_is_not_mixed_in(tmp_path, st
     with_ranks(3, body)
 
 
-def test_the_ranks_tell_one_another_no_more_than_that_they_have_written(tmp_path):
-    told = []
-
-    class Noting(Rank):
-        def gather_bytes(self, payload, *, timeout, among="job"):
-            told.append(payload)
-            return super().gather_bytes(payload, timeout=timeout)
-
-    def body(ranks):
-        ranks = Noting(ranks.index, 2, ranks._barrier, ranks.brought)
-        return Checkpointer(tmp_path, backend=ranks).save(3, sharded(ranks.index, 2, filled=True), {"step": 3})
-
-    path = with_ranks(2, body)[0]
-    assert b'{"value": "tensors-00001.safetensors"}' in told
-    assert max(map(len, told)) < 100 + len(str(tmp_path))
-    assert sorted(file.name for file in path.iterdir()) == [
-        "index.json",
-        "tensors-00000.safetensors",
-        "tensors-00001.safetensors",
-    ]
-
-
 def test_whole_tensors_need_a_folder_on_the_primary_only(tmp_path):
     (tmp_path / "file").write_text("no folder can be made below it")
 
@@ -294,10 +272,3 @@ def test_a_damaged_slice_is_named_on_every_rank(tmp_path):
     assert "in tensors-00001.safetensors the bytes of flat are not those that were written" in second
     assert first == f"rank 1: {second}"
     shutil.rmtree(path)
-
-
-def test_a_spec_needs_no_memory():
-    tensor = NamedTensor(tf.TensorSpec([3, 4], tf.bfloat16), (12, 4), (slice(3, 6), slice(0, 4)), replicated=False)
-    spec = spec_of("a", tensor)
-    assert (spec.path, spec.dtype, spec.global_shape, spec.whole) == ("a", "bfloat16", (12, 4), False)
-    assert spec_of("a", replicated_tensor(tf.TensorSpec([], tf.bool))).whole
