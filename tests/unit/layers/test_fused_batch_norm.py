@@ -104,22 +104,6 @@ def test_a_frozen_layer_keeps_its_statistics():
     assert all(np.array_equal(w, b) for w, b in zip(layer.weights, before, strict=True))
 
 
-def test_a_layer_of_another_class_is_not_taken():
-    class Other(keras.layers.BatchNormalization):
-        pass
-
-    model = keras.Sequential([keras.Input((3,)), Other(), keras.layers.BatchNormalization(name="taken")])
-    assert [layer.name for layer in fusible_layers(model)] == ["taken"]
-    assert fusible_layers(hvdtrain.SyncBatchNormalization()) == []
-
-
-def test_the_layer_is_itself_again_afterwards():
-    layer = layer_of((8, 3), {})
-    with fused_normalization([layer]):
-        assert "call" in vars(layer)
-    assert "call" not in vars(layer)
-
-
 def test_the_trainer_normalizes_by_the_op(session, monkeypatch):
     model = keras.Sequential([keras.Input((4,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
     calls, op = [], tf.raw_ops.FusedBatchNormV3

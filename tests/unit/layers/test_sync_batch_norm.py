@@ -10,7 +10,7 @@ from keras import layers
 
 from hvdtrain.config.errors import ConfigError, LaunchError
 from hvdtrain.layers.convert import with_sync_batch_norm, without_sync_batch_norm
-from hvdtrain.layers.sync_batch_norm import SyncBatchNormalization, replicas_of, sync_layers
+from hvdtrain.layers.sync_batch_norm import SyncBatchNormalization, sync_layers
 from tests.unit.threaded_ranks import on_threads
 
 TOLERANCE = {"float32": 1e-6, "float64": 1e-9}
@@ -151,32 +151,12 @@ def test_statistics_of_each_replica_alone_are_not_equal() -> None:
             assert np.abs(value - reference[name]).max() > 1e-2 * np.abs(reference[name]).max(), name
 
 
-@pytest.mark.parametrize("axis", [1, -1])
-@pytest.mark.parametrize("shape", [(9, CHANNELS), (9, CHANNELS, 2, CHANNELS)])
-def test_axis(axis: int, shape: tuple[int, ...]) -> None:
-    x, slope = batch("float64", shape)
-    parts, _ = over_replicas(x, slope, [2], axis=axis, dtype="float64")
-    reference = pass_through(built(layers.BatchNormalization, shape[1:], axis=axis, dtype="float64"), x, slope)
-    assert largest_error(as_one(parts), reference) < TOLERANCE["float64"]
-
-
 def test_mean_far_from_zero_cancels_nothing() -> None:
     x, slope = batch("float64")
     far = x + 1000.0
     parts, _ = over_replicas(far, slope, [4], dtype="float64")
     reference = pass_through(built(layers.BatchNormalization, x.shape[1:], dtype="float64"), far, slope)
     assert largest_error(as_one(parts), reference) < TOLERANCE["float64"]
-
-
-def test_variance_in_float32_cancels_nothing() -> None:
-    """The replicas' means are rounded to a share of 6e-8 of a mean that is some 50 deviations."""
-    x, slope = batch("float32")
-    far = x + np.float32(100.0)
-    parts, _ = over_replicas(far, slope, [4], momentum=0.0)
-    exact = far.astype("float64").var(axis=(0, 1, 2))
-    naive = (far**2).mean(axis=(0, 1, 2)) - far.mean(axis=(0, 1, 2)) ** 2
-    np.testing.assert_allclose(parts[0]["moving_variance"], exact, rtol=5e-6)
-    assert np.abs(naive / exact - 1.0).max() > 1e-4
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -189,14 +169,6 @@ def test_mask_counts_over_the_whole_batch(dtype: str, axis: int) -> None:
     parts, _ = over_replicas(x, slope, [3, 8], mask=mask, axis=axis, dtype=dtype)
     reference = pass_through(built(layers.BatchNormalization, x.shape[1:], axis=axis, dtype=dtype), x, slope, mask)
     assert largest_error(as_one(parts), reference) < TOLERANCE[dtype]
-
-
-def test_mask_that_lets_nothing_through() -> None:
-    x, slope = batch("float32", (6, 4, CHANNELS))
-    mask = np.zeros((6, 4), bool)
-    parts, _ = over_replicas(x, slope, [3], mask=mask)
-    reference = pass_through(built(layers.BatchNormalization, x.shape[1:]), x, slope, mask)
-    assert largest_error(as_one(parts), reference) < TOLERANCE["float32"]
 
 
 @pytest.mark.parametrize("placeholder", [1.0, 1e30])
@@ -214,13 +186,6 @@ def test_replica_without_samples_does_not_count(placeholder: float) -> None:
         np.testing.assert_array_equal(parts[2][name], 0)
     for name in ("moving_mean", "moving_variance"):
         np.testing.assert_array_equal(parts[2][name], parts[0][name])
-
-
-def test_replica_with_an_empty_batch() -> None:
-    x, slope = batch("float64")
-    parts, _ = over_replicas(x, slope, [0, 4], dtype="float64")
-    reference = pass_through(built(layers.BatchNormalization, x.shape[1:], dtype="float64"), x, slope)
-    assert largest_error(as_one(parts), reference) < TOLERANCE["float64"]
 
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
@@ -296,44 +261,6 @@ def test_every_call_in_a_compiled_function_has_a_name_of_its_own() -> None:
         twice(tf.ones((rows, CHANNELS)))
         assert exchange.names == [f"sync_batch_norm/bn{number}/forward" for number in ("", "#2", "#3")]
         exchange.names.clear()
-
-
-def test_loop_of_microbatches_in_a_compiled_function() -> None:
-    """Each iteration runs forward and backward: the sums are those of the same passes one by one."""
-    layer, plain = built(SyncBatchNormalization, (CHANNELS,)), built(layers.BatchNormalization, (CHANNELS,))
-    x, slope = batch("float32", (4, 6, CHANNELS))
-    total = tf.Variable(tf.zeros(CHANNELS))
-
-    @tf.function(autograph=False)
-    def accumulate(x: tf.Tensor, slope: tf.Tensor, has_samples: tf.Tensor) -> tf.Tensor:
-        def body(number: tf.Tensor) -> tf.Tensor:
-            with replicas_of([layer], Mirror(), has_samples), tf.GradientTape() as tape:
-                loss = tf.reduce_sum(layer(x[number], training=True) * slope[number])
-            total.assign_add(tape.gradient(loss, layer.gamma.value))
-            return number + 1
-
-        return tf.while_loop(lambda number: number < 4, body, [tf.constant(0)], parallel_iterations=1)[0]
-
-    accumulate(tf.constant(x), tf.constant(slope), tf.constant(1.0))
-    assert layer.exchange is None
-    assert layer.has_samples == 1.0
-    passes = [pass_through(plain, *part) for part in zip(x, slope, strict=True)]
-    np.testing.assert_allclose(total, sum(result["gamma"] for result in passes), rtol=1e-5)
-    np.testing.assert_allclose(layer.moving_variance, plain.moving_variance, rtol=1e-6)
-
-
-def test_replicas_of_puts_back_what_was_there() -> None:
-    layer, before, within = SyncBatchNormalization(), Mirror(), Mirror()
-    layer.exchange = before
-
-    def fail_in_the_step() -> None:
-        with replicas_of([layer], within, 0.0):
-            assert (layer.exchange, layer.has_samples) == (within, 0.0)
-            raise RuntimeError("in the step")
-
-    with pytest.raises(RuntimeError, match="in the step"):
-        fail_in_the_step()
-    assert (layer.exchange, layer.has_samples) == (before, 1.0)
 
 
 def model_with_everything() -> keras.Model:

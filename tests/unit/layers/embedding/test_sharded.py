@@ -105,12 +105,6 @@ def test_in_one_process_it_is_an_embedding_like_any_other(sharding):
     assert (narrow(x).dtype, narrow.embeddings.dtype) == (tf.float16, "float32")
 
 
-@pytest.mark.parametrize("row", [-1, 7])
-def test_a_row_that_the_table_has_not_is_named(row):
-    with pytest.raises(tf.errors.InvalidArgumentError, match="'users' has rows from 0 to 6"):
-        ShardedEmbedding(7, 4, name="users")(np.array([0, row]))
-
-
 def test_tables_are_divided_among_all_ranks_unless_parallel_says_otherwise():
     divided = ModelConfig("dlrm", embedding_sharding="row")
     assert Config("dlrm", divided).processes.parallel == "ep=-1"

@@ -85,14 +85,6 @@ def test_tokens_queue_at_their_experts_in_order_and_first_choices_first(top_k, c
     assert int(tf.reduce_sum(tf.cast(~routes.kept, tf.int32))) == dropped
 
 
-def test_gates_of_two_choices_add_up_to_one_and_that_of_one_is_its_probability():
-    probabilities = softmax(drawn())
-    two = routes_of(tf.constant(probabilities), 2, 13).gates
-    np.testing.assert_allclose(tf.reduce_sum(two, axis=1), 1.0)
-    one = routes_of(tf.constant(probabilities), 1, 13).gates
-    np.testing.assert_allclose(one[:, 0], probabilities.max(axis=1))
-
-
 def test_losses_of_the_router():
     logits = drawn()
     probabilities = softmax(logits)
@@ -206,15 +198,6 @@ class Block(keras.layers.Layer):
         return x + self.experts(x, training=training)
 
 
-@pytest.mark.parametrize("symbolic", [True, False])
-def test_experts_inside_a_layer_are_built_when_it_is_called(symbolic):
-    block, x = Block(), tf.ones([2, 3, 4])
-    assert block(keras.Input((3, 4)) if symbolic else x).shape[1:] == (3, 4)
-    tf.function(lambda t: block(t, training=True))(x)
-    assert float(tf.reduce_sum(block.experts.counts.load)) == 6.0
-    assert not [v.path for v in block.variables if "load" in v.path]
-
-
 class OneOfTwo(NoOpCollectives):
     """The second of two ranks, for what exchanges nothing."""
 
@@ -256,17 +239,6 @@ def test_layers_that_were_built_before_init_are_refused_among_several_ranks(laye
         f"{type(layer).__name__} 'mine' was built before hvdtrain.init(), as if this process were alone, and 2 ranks "
         f"share it along {refused}. Build the model after init."
     )
-
-
-@pytest.mark.filterwarnings("error")
-def test_a_mask_is_passed_on():
-    """As by the MLP in whose place the layer is."""
-    inputs = keras.Input((3,), dtype="int32")
-    tokens = keras.layers.Embedding(5, 4, mask_zero=True)(inputs)
-    outputs = MixtureOfExperts(2, 3, capacity_factor=None)(tokens)
-    pooled = keras.Model(inputs, [outputs, keras.layers.GlobalAveragePooling1D()(outputs)])
-    every, mean = pooled(np.array([[1, 2, 0], [3, 0, 0]]))
-    np.testing.assert_allclose(mean, [np.mean(every[0, :2], 0), every[1, 0]], atol=1e-6)
 
 
 def test_narrow_tokens_are_routed_in_float32_and_come_back_narrow():
