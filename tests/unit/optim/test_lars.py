@@ -75,14 +75,6 @@ def test_biases_take_plain_momentum_steps(problem):
     assert got[1] == pytest.approx(lars_reference(weights[1], [g[1] for g in gradients], adapted=False), rel=1e-9)
 
 
-def test_excluded_weights_take_plain_momentum_steps_too(problem):
-    weights, gradients = problem
-    variables, optimizer = variables_of(weights), optimizer_of()
-    optimizer.exclude_from_weight_decay(var_list=variables[:1])
-    got = run(optimizer, variables, gradients)
-    assert got[0] == pytest.approx(lars_reference(weights[0], [g[0] for g in gradients], adapted=False), rel=1e-9)
-
-
 def test_the_movement_of_a_layer_does_not_depend_on_its_gradients_size(problem):
     weights, gradients = problem
     small = [[g * 1e-3 for g in step] for step in gradients]
@@ -121,14 +113,6 @@ def test_lars_survives_saving(problem):
     assert (again.weight_decay, again.clipnorm, again.epsilon) == (0.02, 1.0, 1e-6)
     a, b = (run(o, variables_of(weights), gradients) for o in (optimizer, again))
     assert all((x == y).all() for x, y in zip(a, b, strict=True))
-
-
-def test_the_momenta_are_among_the_variables(problem):
-    weights, gradients = problem
-    optimizer = optimizer_of()
-    run(optimizer, variables_of(weights), gradients)
-    shapes = [tuple(v.shape) for v in optimizer.variables]
-    assert shapes.count((5, 3)) == shapes.count((3,)) == 1
 
 
 # -- Keras' LAMB --
@@ -192,25 +176,3 @@ def test_the_documented_numbers_train(size):
     model.compile(LARS(rate, weight_decay=1e-4, trust_coefficient=float(trust)), loss)
     fitted = model.fit(images, labels, batch_size=32 * size, epochs=2 * size, verbose=0)
     assert fitted.history["loss"][-1] < 0.7
-
-
-KERAS = ("SGD", "RMSprop", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax", "Adafactor", "Nadam", "Ftrl")
-KERAS += ("Lion", "Lamb")
-
-
-@pytest.mark.parametrize("kind", [LARS, *(getattr(keras.optimizers, name) for name in KERAS)])
-def test_an_update_adds_no_three_tensors_in_a_row(kind):
-    """Grappler makes one AddN of them, which adds in an order that depends on timing: ranks would drift apart."""
-    variables = [keras.Variable(np.ones(shape, "float32")) for shape in ((4, 4), (4,))]
-    optimizer = kind(0.01, weight_decay=1e-3)
-    optimizer.build(variables)
-    update = tf.function(lambda *gradients: optimizer.apply(list(gradients), variables), autograph=False)
-    graph = update.get_concrete_function(tf.TensorSpec([4, 4]), tf.TensorSpec([4])).graph
-    adds = ("Add", "AddV2", "AddN")
-    assert [
-        operation.name
-        for operation in graph.get_operations()
-        if operation.type in adds
-        for added in operation.inputs
-        if added.op.type in adds and added.shape == operation.outputs[0].shape
-    ] == []

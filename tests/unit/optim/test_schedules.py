@@ -2,7 +2,6 @@ import math
 import re
 
 import keras
-import numpy as np
 import pytest
 
 import hvdtrain
@@ -18,132 +17,65 @@ def rates(total, steps, **options):
     return [float(schedule(step)) for step in steps]
 
 
-def test_a_rate_that_does_not_move_is_a_number():
-    assert scheduled_rate(OptimConfig(learning_rate=0.1), 100, PEAK) == PEAK
+# By name: steps of the run, options, and the rate as a share of the peak by step.
+SHARES = {
+    "constant": (10, {"warmup_steps": 4}, {0: 1 / 4, 1: 1 / 2, 3: 1, 4: 1, 9: 1, 10**6: 1}),
+    "cosine": (100, {"schedule": "cosine"}, {0: 1, 25: (1 + math.sqrt(0.5)) / 2, 50: 1 / 2, 100: 0, 500: 0}),
+    "cosine to a rate": (
+        110,
+        {"schedule": "cosine", "final_rate": 0.2, "warmup_steps": 10},
+        {0: 1 / 10, 9: 1, 10: 1, 60: 0.6, 110: 0.2, 500: 0.2},
+    ),
+    "polynomial": (120, {"schedule": "polynomial", "warmup_steps": 20}, {0: 1 / 20, 20: 1, 60: 0.6, 119: 0.01, 500: 0}),
+    "polynomial to a rate": (
+        100,
+        {"schedule": "polynomial", "decay_power": 2.0, "final_rate": 0.1},
+        {0: 1, 50: 0.1 + 0.9 / 4, 100: 0.1, 500: 0.1},
+    ),
+    "steps": (
+        100,
+        {"schedule": "step", "decay_at": (0.5, 0.75)},
+        {0: 1, 49: 1, 50: 0.1, 74: 0.1, 75: 0.01, 10**6: 0.01},
+    ),
+    "steps by a factor": (
+        30,
+        {"schedule": "step", "decay_at": (0.3, 0.7), "decay_factor": 0.5, "warmup_steps": 5},
+        {0: 1 / 5, 4: 1, 8: 1, 9: 1 / 2, 20: 1 / 2, 21: 1 / 4},
+    ),
+}
 
 
-# -- the warm-up --
-
-
-def test_the_warm_up_rises_from_the_first_step_to_the_peak():
-    assert rates(100, range(6), warmup_steps=4) == pytest.approx([PEAK / 4, PEAK / 2, PEAK * 3 / 4, PEAK, PEAK, PEAK])
-
-
-def test_after_the_warm_up_a_constant_rate_stays():
-    assert rates(10, [4, 9, 10, 10**6], warmup_steps=4) == pytest.approx([PEAK] * 4)
+@pytest.mark.parametrize("name", SHARES)
+def test_rates_rise_to_the_peak_and_fall_as_their_schedule_says(name):
+    total, options, shares = SHARES[name]
+    expected = [PEAK * share for share in shares.values()]
+    assert rates(total, shares, **options) == pytest.approx(expected, rel=1e-5, abs=1e-7)
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("total", "options", "cause"),
     [
-        {"schedule": "cosine"},
-        {"schedule": "polynomial", "decay_power": 2.0},
-        {"schedule": "step", "decay_at": (0.5,)},
+        (5, {"warmup_steps": 5}, "warmup_steps=5 leaves nothing of the run's 5 steps"),
+        (
+            100,
+            {"schedule": "step", "decay_at": (0.1, 0.5), "warmup_steps": 20},
+            "decay_at=0.1 is step 10 of 100, before the warm-up of warmup_steps=20 ends.",
+        ),
     ],
 )
-def test_every_schedule_warms_up_alike_and_goes_on_from_the_peak(options):
-    assert rates(100, [0, 9, 10], warmup_steps=10, **options) == pytest.approx([PEAK / 10, PEAK, PEAK])
-
-
-@pytest.mark.parametrize(("total", "warmup"), [(1, 1), (5, 5), (5, 50)])
-def test_a_warm_up_as_long_as_the_run_is_refused(total, warmup):
-    with pytest.raises(ConfigError, match=f"warmup_steps={warmup} leaves nothing of the run's {total} steps"):
-        rates(total, range(total), warmup_steps=warmup)
-
-
-# -- cosine --
-
-
-def test_the_cosine_falls_from_the_peak_to_zero():
-    steps = [0, 25, 50, 75, 99, 100]
-    expected = [PEAK * (1 + math.cos(math.pi * step / 100)) / 2 for step in steps]
-    assert rates(100, steps, schedule="cosine") == pytest.approx(expected, abs=1e-7)
-    assert expected[2] == PEAK / 2
-
-
-def test_the_cosine_spans_what_the_warm_up_leaves():
-    got = rates(110, [0, 9, 10, 60, 110], schedule="cosine", warmup_steps=10)
-    assert got == pytest.approx([PEAK / 10, PEAK, PEAK, PEAK / 2, 0.0], abs=1e-7)
-
-
-def test_past_its_end_the_cosine_stays_at_zero():
-    assert rates(100, [101, 150, 10**6], schedule="cosine") == pytest.approx([0.0] * 3, abs=1e-7)
-
-
-@pytest.mark.parametrize(("total", "warmup"), [(1, 0), (2, 1), (5, 4)])
-def test_short_runs_have_finite_rates(total, warmup):
-    got = rates(total, range(total), schedule="cosine", warmup_steps=warmup)
-    assert all(0 < rate <= PEAK * (1 + 1e-6) for rate in got)
-
-
-# -- polynomial, and where it and the cosine end --
-
-
-@pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
-@pytest.mark.parametrize("final", [0.0, 0.1])
-def test_the_polynomial_falls_by_its_power(power, final):
-    steps = np.array([20, 21, 60, 99, 119, 120, 500])
-    left = np.maximum(0.0, 1 - (steps - 20) / 100)
-    expected = PEAK * (final + (1 - final) * left**power)
-    options = {"schedule": "polynomial", "decay_power": power, "final_rate": final, "warmup_steps": 20}
-    assert rates(120, steps, **options) == pytest.approx(list(expected), rel=1e-5, abs=1e-7)
-
-
-def test_a_cosine_ends_at_its_final_rate():
-    steps = np.array([0, 30, 50, 99, 100, 500])
-    expected = PEAK * (0.2 + 0.8 * (1 + np.cos(np.pi * np.minimum(1, steps / 100))) / 2)
-    assert rates(100, steps, schedule="cosine", final_rate=0.2) == pytest.approx(list(expected), rel=1e-6)
-
-
-# -- steps --
-
-
-def test_the_step_schedule_falls_at_its_shares_of_the_run():
-    steps = [0, 49, 50, 74, 75, 99, 10**6]
-    got = rates(100, steps, schedule="step", decay_at=(0.5, 0.75))
-    assert got == pytest.approx([PEAK, PEAK, PEAK / 10, PEAK / 10, PEAK / 100, PEAK / 100, PEAK / 100])
-
-
-def test_the_step_schedule_falls_by_its_factor():
-    got = rates(30, [8, 9, 20, 21], schedule="step", decay_at=(0.3, 0.7), decay_factor=0.5)
-    assert got == pytest.approx([PEAK, PEAK / 2, PEAK / 2, PEAK / 4])
-
-
-def test_shares_are_of_the_run_with_its_warm_up():
-    got = rates(100, [9, 10, 49, 50], schedule="step", decay_at=(0.5,), warmup_steps=10)
-    assert got == pytest.approx([PEAK, PEAK, PEAK, PEAK / 10])
-    assert rates(100, [49, 50], schedule="step", decay_at=(0.5,), warmup_steps=50) == pytest.approx([PEAK, PEAK / 10])
-
-
-def test_a_fall_within_the_warm_up_is_refused():
-    cause = "decay_at=0.1 is step 10 of 100, before the warm-up of warmup_steps=20 ends."
+def test_a_warm_up_that_is_too_long_is_refused(total, options, cause):
     with pytest.raises(ConfigError, match=re.escape(cause)):
-        rates(100, [0], schedule="step", decay_at=(0.1, 0.5), warmup_steps=20)
-
-
-# -- saving --
+        rates(total, [0], **options)
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        ("constant",),
-        ("cosine", 0.1),
-        ("polynomial", 0.1, 2.0),
-        ("step", 0.0, 1.0, (0.25, 0.5), 0.3),
-    ],
+    "arguments", [("constant",), ("cosine", 0.1), ("polynomial", 0.1, 2.0), ("step", 0.0, 1.0, (0.25, 0.5), 0.3)]
 )
 def test_a_schedule_survives_saving(arguments):
     schedule = WarmupSchedule(PEAK, 3, 20, *arguments)
     again = keras.optimizers.schedules.deserialize(keras.optimizers.schedules.serialize(schedule))
     assert again.get_config() == schedule.get_config()
     assert [float(again(step)) for step in range(20)] == [float(schedule(step)) for step in range(20)]
-
-
-def test_a_schedule_without_the_newer_arguments_is_read():
-    config = {"peak": PEAK, "warmup_steps": 3, "total_steps": 20, "shape": "cosine"}
-    again, schedule = WarmupSchedule.from_config(config), WarmupSchedule(PEAK, 3, 20, "cosine", 0.0)
-    assert [float(again(step)) for step in range(21)] == [float(schedule(step)) for step in range(21)]
 
 
 # -- scaling by the batch --
@@ -164,10 +96,6 @@ def test_the_rate_follows_the_batch(scaling, base, batch, expected):
     config = OptimConfig(learning_rate=0.001, lr_scaling=scaling, base_batch=base)
     assert scaled_learning_rate(config, batch) == pytest.approx(expected, rel=1e-12)
     assert config.learning_rate == 0.001
-
-
-def test_a_whole_number_as_rate_is_a_float():
-    assert isinstance(scaled_learning_rate(OptimConfig(learning_rate=1), 64), float)
 
 
 @pytest.mark.parametrize(
@@ -214,11 +142,6 @@ def test_a_public_schedule_is_that_of_the_command_line(ours, options):
         return
     assert [float(got(step)) for step in range(42)] == [float(expected(step)) for step in range(42)]
     assert isinstance(keras.optimizers.SGD(got)._learning_rate, WarmupSchedule)
-
-
-def test_a_public_rate_follows_the_batch():
-    rate = hvdtrain.learning_rate_schedule(0.1, 9, lr_scaling="linear", batch=256, base_batch=64)
-    assert rate == pytest.approx(0.4)
 
 
 @pytest.mark.parametrize(

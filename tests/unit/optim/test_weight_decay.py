@@ -44,11 +44,6 @@ def optimizer_named(name, **options):
     return build_optimizer(OptimConfig(name, learning_rate=RATE, **options), 10, 64)
 
 
-def test_the_model_has_exempt_variables_of_two_dims(model):
-    exempt = {v.name for v in model.trainable_variables if len(v.shape) >= 2 and not decays(v)}
-    assert exempt == {"bias", "gamma", "beta"}
-
-
 @pytest.mark.parametrize(
     ("name", "shape", "expected"),
     [
@@ -106,34 +101,11 @@ def test_an_optimizers_own_decay_can_be_turned_off(model, options):
     assert all((a == b).all() for _, b, a in after_one_step(optimizer_named("adamw", **options), model))
 
 
-def test_decay_as_an_argument_is_the_same_as_the_option(model):
-    ones(model)
-    as_option = after_one_step(optimizer_named("adamw", weight_decay=DECAY), model)
-    as_argument = after_one_step(optimizer_named("adamw", optimizer_args={"weight_decay": DECAY}), model)
-    assert all((a[2] == b[2]).all() for a, b in zip(as_option, as_argument, strict=True))
-
-
 @pytest.mark.parametrize("name", known_optimizers())
 def test_the_option_reaches_every_optimizer(name):
     assert optimizer_named(name, weight_decay=DECAY).weight_decay == DECAY
     expected = {"adamw": 0.004, "muon": 0.004, "lars": 0.0}.get(name)
     assert optimizer_named(name).weight_decay == expected
-
-
-def test_the_first_step_builds_with_the_exclusion_too():
-    bias, kernel = (keras.Variable(np.ones(s, "float32"), name=n) for s, n in (((3,), "bias"), ((3, 3), "kernel")))
-    optimizer = optimizer_named("sgd", weight_decay=DECAY)
-    optimizer.apply([np.zeros(3, "float32"), np.zeros((3, 3), "float32")], [bias, kernel])
-    assert (bias.numpy() == 1).all()
-    assert kernel.numpy() == pytest.approx(np.full((3, 3), 1 - RATE * DECAY))
-
-
-def test_optimizers_that_others_make_are_left_alone():
-    bias = keras.Variable(np.ones(3, "float32"), name="bias")
-    optimizer = keras.optimizers.AdamW(RATE, weight_decay=DECAY)
-    optimizer.build([bias])
-    optimizer.apply([np.zeros(3, "float32")], [bias])
-    assert bias.numpy() == pytest.approx(np.full(3, 1 - RATE * DECAY))
 
 
 # -- in a user's own loop --
