@@ -2,7 +2,6 @@
 
 import io
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from hvdtrain.observability import wording
-from hvdtrain.observability.console import Frame, LiveDisplay, PlainConsole, fitting, make_console
+from hvdtrain.observability.console import Frame, LiveDisplay, PlainConsole, make_console
 from hvdtrain.observability.events import EpochRecord, EvaluationRecord, Observer, RunInfo, StepRecord
 
 
@@ -183,29 +182,6 @@ def test_lines_of_epochs_alone(stream: Stream, clock: Clock) -> None:
     ]
 
 
-def test_an_empty_summary_says_only_what_it_knows(plain: PlainConsole, stream: Stream) -> None:
-    plain.on_start(run_info())
-    stream.truncate(stream.seek(0))
-    plain.on_end({"val_loss": None})
-    assert stream.getvalue() == "run folder  runs/one\n"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "said"),
-    [(0, "0:00"), (59.6, "1:00"), (3599.6, "1:00:00"), (90061, "1d 1:01:01"), (None, "-"), (float("inf"), "-")],
-)
-def test_durations(seconds: float | None, said: str) -> None:
-    assert wording.duration(seconds) == said
-
-
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [(0.0, "0.0000"), (2.30258, "2.3026"), (1e-5, "1.00e-05"), (-1e7, "-1.00e+07"), (float("nan"), "nan"), (None, "-")],
-)
-def test_numbers(value: float | None, said: str) -> None:
-    assert wording.number(value) == said
-
-
 def test_lines_are_logged_and_scroll_by_above_a_live_display(capsys, monkeypatch) -> None:
     make_console(live=False).on_start(run_info())
     assert "recipe      digits" in capsys.readouterr().out
@@ -255,24 +231,6 @@ def test_the_live_display_draws_eight_times_a_second_at_most(stream: Stream, clo
     assert 35 <= stream.getvalue().count("samples/s") <= 42
 
 
-def test_a_slow_terminal_is_drawn_on_less_often(clock: Clock) -> None:
-    class SlowStream(io.StringIO):
-        def write(self, text: str) -> int:
-            clock.now += 0.05
-            return super().write(text)
-
-    stream = SlowStream()
-    live = LiveDisplay(stream, console=terminal(stream), clock=clock)
-    live.on_start(run_info(total_steps=100_000))
-    start, drawn = clock.now, stream.getvalue().count("waiting")
-    for number in range(1, 10_001):
-        clock.now += 0.005
-        live.on_progress(number)
-    draws = stream.getvalue().count("waiting") - drawn
-    live.close()
-    assert 2 <= draws <= 0.01 * (clock.now - start) / 0.05 + 2
-
-
 @pytest.mark.parametrize("width", [8, 20, 33, 50, 79, 200])
 def test_the_display_never_wraps(width: int) -> None:
     stream = io.StringIO()
@@ -283,12 +241,6 @@ def test_the_display_never_wraps(width: int) -> None:
     lines = stream.getvalue().splitlines()
     assert len(lines) == 2
     assert max(map(len, lines)) <= width
-
-
-def test_what_does_not_fit_is_left_out_from_the_right() -> None:
-    assert fitting(["one", "two", "three"], 11) == "one  two"
-    assert fitting(["one", "two", "three"], 16) == "one  two  three"
-    assert fitting(["one"], 2) == ""
 
 
 def test_the_cursor_is_visible_and_prints_go_back_to_where_they_were(clock: Clock) -> None:
@@ -303,23 +255,6 @@ def test_the_cursor_is_visible_and_prints_go_back_to_where_they_were(clock: Cloc
     assert (sys.stdout, sys.stderr) == (stdout, stderr)
 
 
-def test_progress_of_the_live_display_costs_under_two_microseconds() -> None:
-    stream = io.StringIO()
-    live = LiveDisplay(stream, console=terminal(stream))
-    live.on_start(run_info(total_steps=10**6))
-    live.on_progress(1)
-    best = min(_seconds_per_call(live) for _ in range(5))
-    live.close()
-    assert best < 2e-6
-
-
-def _seconds_per_call(live: LiveDisplay) -> float:
-    start = time.perf_counter()
-    for number in range(2, 20_000):
-        live.on_progress(number)
-    return (time.perf_counter() - start) / 20_000
-
-
 def test_ranks_on_a_mesh_share_replicas():
     given = run_info(world_size=8, axes={"dp": 2, "tp": 4}, global_batch=64, per_replica_batch=32)
     lines = dict(wording.header(given))
@@ -328,8 +263,3 @@ def test_ranks_on_a_mesh_share_replicas():
     assert given.replicas == 2
     alone = dict(wording.header(run_info(axes={"tp": 2}, per_replica_batch=64)))
     assert alone["batch"] == "64 samples"
-
-
-@pytest.mark.parametrize(("value", "text"), [(4.312, "4.31"), (43.16, "43.2"), (999.6, "1,000"), (1370.4, "1,370")])
-def test_times_have_no_exponent(value: float, text: str) -> None:
-    assert wording.milliseconds(value) == text

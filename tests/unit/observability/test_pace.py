@@ -65,12 +65,6 @@ def test_compiling_is_no_part_of_the_pace(log_every: int, start: int) -> None:
         assert run.take(1) == pytest.approx((1000 - run.step) * 0.1)
 
 
-def test_a_step_that_compiles_for_a_short_batch_is_none_either() -> None:
-    run = Run(slow={99: 20.0})
-    run.take(99)
-    assert run.take(1) == pytest.approx(90.0)
-
-
 def test_evaluations_to_come_are_added_as_long_as_the_shortest_so_far() -> None:
     run = Run()
     run.take(100)
@@ -79,10 +73,3 @@ def test_evaluations_to_come_are_added_as_long_as_the_shortest_so_far() -> None:
     run.take(99)
     run.evaluate(2.0)
     assert run.take(1) == pytest.approx(79.9 + 8 * 2.0)
-
-
-def test_an_evaluation_is_no_part_of_the_steps_before_any_were_logged() -> None:
-    run = Run(log_every=1000, steps_per_epoch=5, total_steps=20)
-    run.take(5)
-    run.evaluate(3.0)
-    assert run.take(1) == pytest.approx(1.4 + 3 * 3.0)

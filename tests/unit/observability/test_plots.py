@@ -1,7 +1,6 @@
 """The picture of a run."""
 
 import json
-import math
 from pathlib import Path
 
 import matplotlib.figure
@@ -53,42 +52,10 @@ def test_loss_and_accuracy_are_drawn_side_by_side_over_steps(
         assert len(lines["training"].get_xdata()) == 100
 
 
-@pytest.mark.parametrize(
-    "records",
-    [
-        [],
-        [STEP],
-        [STEP | {"loss": None}],
-        [STEP | {"loss": None, "accuracy": None}],
-        [STEP, {"kind": "evaluation", "step": 1, "epoch": 0, "loss": 0.0, "seconds": 0.1}],
-        [STEP | {"step": step, "loss": None if step == 50 else -1.0} for step in range(1, 100)],
-    ],
-)
-def test_odd_runs_are_drawn_too(tmp_path: Path, records: list[dict[str, object]]) -> None:
-    assert draw(tmp_path, records).stat().st_size > 5_000
-
-
 def test_another_metric_takes_the_place_of_accuracy() -> None:
     assert plots.second_panel([STEP, STEP | {"perplexity": 7.0, "other": 1.0}]) == ["perplexity"]
     assert plots.second_panel([STEP | {"perplexity": 7.0, "accuracy": 1.0}]) == ["accuracy"]
     assert plots.second_panel([STEP]) == []
-
-
-def test_the_smoothed_curve_keeps_constants_and_gaps() -> None:
-    values = np.full(200, 3.0)
-    values[100] = math.nan
-    smooth = plots.smoothed(values)
-    assert np.isnan(smooth[100])
-    np.testing.assert_allclose(np.delete(smooth, 100), 3.0)
-
-
-def test_epochs_are_marked_only_where_evaluations_tell_their_length() -> None:
-    def length(*points: tuple[int, int]) -> float | None:
-        return plots.steps_per_epoch({"step": step, "epoch": epoch} for step, epoch in points)
-
-    assert length((23, 0), (46, 1), (50, 2)) == 23
-    assert length((10, 0), (20, 0), (30, 1)) is None
-    assert length() is None
 
 
 def test_a_file_that_is_no_metrics_file_is_refused(tmp_path: Path) -> None:
