@@ -57,7 +57,7 @@ class World:
         `compute` and arguments that are functions must be found by their names; other arguments by their `repr`.
         """
         source = Path(inspect.getfile(compute)).read_bytes()
-        words = [_named(compute), *map(_named, arguments), tf.__version__, keras.__version__]
+        words = [_named(compute), *map(_named, arguments), tf.__version__, keras.__version__, tf.keras.Model.__module__]
         digest = hashlib.sha256(repr(words).encode() + source).hexdigest()[:32]
         file = self.references / f"{digest}.pickle"
         with (self.references / f"{digest}.lock").open("w") as lock:

@@ -18,10 +18,7 @@ from hvdtrain.optim.precision import precision
 
 SAMPLES, BATCH, EPOCHS = 39, 16, 7  # two full batches and one of 7 samples: 21 steps
 # One launch runs many checks: of all combinations, those in which every two options meet.
-IN_64_BITS = [
-    {"accumulate": 1, "recompute": False},
-    {"accumulate": 2, "recompute": True},
-]
+IN_64_BITS = [{"accumulate": 1, "recompute": False}, {"accumulate": 2, "recompute": True}]
 IN_16_BITS = [
     ("mixed_float16", 2**-11, {"accumulate": 2, "recompute": False}),
     ("mixed_bfloat16", 2**-8, {"accumulate": 1, "recompute": True}),
@@ -86,14 +83,7 @@ def _reference(size: int, accumulate: int) -> tuple[list[np.ndarray], list[np.nd
 def trained(world: World, name: str, **options: Any) -> list[np.ndarray]:
     with precision(name):
         model = build(world.rank)
-    trainer = hvdtrain.Trainer(
-        model,
-        optimizer(),
-        per_sample,
-        backend=world.backend,
-        sync_batch_norm=True,
-        **options,
-    )
+    trainer = hvdtrain.Trainer(model, optimizer(), per_sample, backend=world.backend, sync_batch_norm=True, **options)
     trainer.fit(data(), batch=BATCH, epochs=EPOCHS, shuffle=False, verbose=False, log_every=1)
     assert world.same_everywhere(flat_bytes(trainer.model.get_weights())), options
     return trainer.model.get_weights()

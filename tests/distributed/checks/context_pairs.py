@@ -10,18 +10,7 @@ from unittest import mock
 import keras
 import numpy as np
 import tensorflow as tf
-from checks.context_parallel import (
-    BATCH,
-    FIT,
-    LENGTH,
-    LOSS,
-    WORDS,
-    batches_of,
-    copied,
-    sgd,
-    tokens,
-    values,
-)
+from checks.context_parallel import BATCH, FIT, LENGTH, LOSS, WORDS, batches_of, copied, sgd, tokens, values
 from checks.experts import whole
 from checks.hybrids import without
 from checks.pipelines import error_of

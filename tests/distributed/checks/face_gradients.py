@@ -83,7 +83,8 @@ def ramp(rows: int, rank: int) -> np.ndarray:
     return (np.arange(rows * 2).reshape(rows, 2) % 4 + 1.0) * (rank + 1)
 
 
-@worlds("mpirun-2", "gloo-2", extended=True)
+@worlds("mpirun-2")
+@worlds("gloo-2", "gloo-1", "gloo-4", extended=True)
 def check_gradients(world: World) -> None:
     with process_sets(world) as sets:
         run([case for group, ranks in sets for case in gradient_cases(world.rank, group, ranks)])

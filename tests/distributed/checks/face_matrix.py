@@ -71,10 +71,10 @@ def run(cases: list[Case]) -> None:
 @contextmanager
 def process_sets(world: World) -> Iterator[list[tuple[Any, list[int]]]]:
     """The sets that this rank is part of, with their ranks: all ranks, and those that are even or odd as it is."""
-    halves = [hvd.add_process_set(list(range(first, world.size, 2))) for first in (0, 1)]
-    mine = halves[world.rank % 2]
+    halves = [hvd.add_process_set(list(range(first, world.size, 2))) for first in (0, 1) if world.size > 1]
+    mine = halves[world.rank % 2 :][:1]
     try:
-        yield [(hvd.global_process_set, list(range(world.size))), (mine, mine.ranks)]
+        yield [(hvd.global_process_set, list(range(world.size))), *((half, half.ranks) for half in mine)]
     finally:
         world.gather(b"")
         for half in halves:
@@ -107,15 +107,17 @@ def scaled_sum(ranks: list[int], dtype: str) -> np.ndarray:
     return whole(sum(parts) * FACTORS["postscale_factor"], dtype)
 
 
-@worlds("mpirun-2", "gloo-2", extended=True)
+@worlds("mpirun-2", "gloo-2")
+@worlds("gloo-1", "gloo-4", extended=True)
 def check_allreduce(world: World) -> None:
     with process_sets(world) as sets:
         run([case for group, ranks in sets for case in allreduce_cases(world.rank, group, ranks)])
 
 
 def allreduce_cases(me: int, group: Any, ranks: list[int]) -> Iterator[Case]:
-    dtypes = [*INTEGERS, *FLOATS]
     for op in OPERATIONS:
+        # The product of more than two ranks' numbers is too large for 8 bits.
+        dtypes = SCATTERED if op == "Product" and len(ranks) > 2 else [*INTEGERS, *FLOATS]
         options = {"op": getattr(hvd, op), "process_set": group}
         for dtype in dtypes:
             for shape in ((3, 2), (), (0, 2)):
@@ -128,12 +130,14 @@ def allreduce_cases(me: int, group: Any, ranks: list[int]) -> Iterator[Case]:
                 )
         yield Case(
             f"grouped_allreduce {op} {ranks}",
-            lambda options=options: hvd.grouped_allreduce([tensor(data(me, d), d) for d in dtypes], **options),
+            lambda options=options, dtypes=dtypes: hvd.grouped_allreduce(
+                [tensor(data(me, dtype), dtype) for dtype in dtypes], **options
+            ),
             [reduced(ranks, op, dtype) for dtype in dtypes],
             dtypes,
         )
     factors = {**FACTORS, "op": hvd.Sum, "process_set": group}
-    for dtype in dtypes:
+    for dtype in [*INTEGERS, *FLOATS]:
         yield Case(
             f"allreduce with factors {dtype} {ranks}",
             lambda dtype=dtype: hvd.allreduce(tensor(data(me, dtype), dtype), **factors),
@@ -201,7 +205,8 @@ def sparse_cases(me: int, group: Any, ranks: list[int]) -> Iterator[Case]:
         )
 
 
-@worlds("mpirun-2", "gloo-2", extended=True)
+@worlds("mpirun-2", "gloo-2")
+@worlds("gloo-1", "gloo-4", extended=True)
 def check_moves(world: World) -> None:
     """Gathers of unequal parts, broadcasts from every root, and alltoall in equal and unequal parts."""
     with process_sets(world) as sets:
@@ -260,7 +265,8 @@ def move_cases(me: int, group: Any, ranks: list[int]) -> Iterator[Case]:
     )
 
 
-@worlds("mpirun-2", "gloo-2", extended=True)
+@worlds("mpirun-2", "gloo-2")
+@worlds("gloo-1", "gloo-4", extended=True)
 def check_reducescatter(world: World) -> None:
     """Rows that the ranks cannot share equally: the first ranks have one more, and of a single row the others none."""
     with process_sets(world) as sets:

@@ -312,69 +312,16 @@ def check_adasum_combines_the_steps_of_optimizers_of_tensorflow_1(world: World) 
 
 
 @worlds("mpirun-2", "gloo-2", extended=True)
-def check_collectives_run_in_sessions_with_their_gradients(world: World) -> None:
-    with tf.Graph().as_default():
-        own = v1.placeholder(tf.float64, [world.size])
-        total = hvd.allreduce(own, op=hvd.Sum)
-        results = [
-            total,
-            tf.gradients(total, own)[0],
-            hvd.allgather(own),
-            hvd.broadcast(own, 1),
-            hvd.alltoall(own),
-            hvd.reducescatter(own, op=hvd.Sum),
-            hvd.mpi_ops._allreduce(own),
-            *hvd.mpi_ops._grouped_allreduce([own, own + 1]),
-            *hvd.mpi_ops._grouped_reducescatter([own]),
-            hvd.size_op(),
-        ]
-        with v1.Session() as session:
-            mine = np.arange(world.size) * (world.rank + 1.0)
-            found = session.run(results, {own: mine})
-    parts = [np.arange(world.size) * (rank + 1.0) for rank in range(world.size)]
-    summed = sum(parts)
-    shard = summed[world.rank : world.rank + 1]
-    expected = [
-        summed,
-        np.full(world.size, float(world.size)),
-        np.concatenate(parts),
-        parts[1],
-        [part[world.rank] for part in parts],
-        shard,
-        summed,
-        summed,
-        summed + world.size,
-        shard,
-        world.size,
-    ]
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one, other)
-
-
-@worlds("mpirun-2", "gloo-2", extended=True)
-def check_aggregation_by_hand_in_a_graph(world: World) -> None:
-    with tf.Graph().as_default():
-        x, y = (v1.get_variable(name, [2], tf.float64, v1.zeros_initializer()) for name in "xy")
-        helper = hvd.LocalGradientAggregationHelper(
-            2,
-            hvd._make_allreduce_grads_fn("by_hand", "", "", hvd.Compression.none, False, hvd.Sum, 1.0, None, GLOBAL),
-            False,
-            True,
-            hvd.rank(),
-            hvd.LocalGradientAggregationHelper._OPTIMIZER_TYPE_LEGACY,
-        )
-        own = v1.placeholder(tf.float64, [2])
-        reduced = helper.compute_gradients([None, own], [x, y])
-        assert reduced[0] is None
-        optimizer = v1.train.GradientDescentOptimizer(1.0)
-        pairs = [(reduced[1], y)]
-        update = helper.apply_gradients(lambda: optimizer.apply_gradients(pairs), optimizer, pairs)
-        with v1.Session() as session:
-            session.run([v1.global_variables_initializer(), v1.local_variables_initializer()])
-            for step in range(1, 5):
-                session.run(update, {own: [step, world.rank]})
-            ranks = world.size * (world.size - 1) / 2
-            np.testing.assert_allclose(session.run(y), [-world.size * (1.5 + 3.5), -2 * ranks])
+def check_horovods_own_functions_run_in_sessions(world: World) -> None:
+    mine = np.arange(world.size) * (world.rank + 1.0)
+    with tf.Graph().as_default(), v1.Session() as session:
+        own = tf.constant(mine)
+        results = [hvd.mpi_ops._allreduce(own), *hvd.mpi_ops._grouped_allreduce([own, own + 1])]
+        shard, size, found = session.run([hvd.mpi_ops._grouped_reducescatter([own])[0], hvd.size_op(), results])
+    summed = np.arange(world.size) * world.size * (world.size + 1) / 2
+    np.testing.assert_allclose(found, [summed, summed, summed + world.size])
+    np.testing.assert_allclose(shard, summed[world.rank : world.rank + 1])
+    assert size == world.size
 
 
 @worlds("mpirun-2", "gloo-2", extended=True)

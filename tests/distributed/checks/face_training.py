@@ -1,68 +1,39 @@
 """Horovod's optimizer, tape, callbacks, load_model and elastic state through the face, against one process."""
 
-from collections.abc import Callable
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
-from checks.face_cases import BATCH, TOLERANCE, batches, dataset, model_of, part
-from world import World, flat_bytes, plain_training, relative_error
+from checks.face_cases import (
+    IS_LEGACY,
+    MOMENTA,
+    SGDS,
+    adam,
+    agree,
+    alone,
+    batches,
+    dataset,
+    in_fit,
+    legacy_adam,
+    mean_square,
+    model_of,
+    part,
+    weights_of,
+)
+from world import World, flat_bytes
 from worlds import worlds
 
 import hvdtrain.horovod as hvd
 import hvdtrain.horovod.keras as hvd_keras
 
-
-def per_sample(targets: Any, outputs: Any) -> tf.Tensor:
-    return tf.reduce_mean(tf.square(outputs - targets), axis=-1)
-
-
-def mean_square(targets: Any, outputs: Any) -> tf.Tensor:
-    return tf.reduce_mean(per_sample(targets, outputs))
-
-
-def momentum() -> Any:
-    return keras.optimizers.SGD(0.05, momentum=0.9)
-
-
-def momentum_of_sums() -> Any:
-    """Return what `momentum` with the sum of two gradients is with their average."""
-    return keras.optimizers.SGD(0.1, momentum=0.9)
-
-
-def adam() -> Any:
-    return keras.optimizers.Adam(0.01)
-
-
-def alone(make: Callable[[], Any], size: int = BATCH) -> list[np.ndarray]:
-    """One process, the whole batches."""
-    return plain_training(model_of(), make(), per_sample, batches(size))
-
-
-def in_fit(world: World, optimizer: Any, **options: Any) -> list[np.ndarray]:
-    model = model_of(seed=7 + world.rank)  # the callback makes them alike
-    callbacks = [hvd_keras.callbacks.BroadcastGlobalVariablesCallback(0)]
-    # Keras computes losses in this type, whatever the layers compute in.
-    keras.config.set_floatx("float64")
-    try:
-        model.compile(optimizer, mean_square)
-        model.fit(dataset(world), verbose=0, shuffle=False, callbacks=callbacks, **options)
-    finally:
-        keras.config.set_floatx("float32")
-    return [np.array(weight) for weight in model.get_weights()]
-
-
-def agree(world: World, weights: list[np.ndarray], reference: list[np.ndarray], tolerance: float = TOLERANCE) -> None:
-    assert max(float(np.abs(w - s).max()) for w, s in zip(weights, model_of().get_weights(), strict=True)) > 1e-2
-    error = relative_error(weights, reference)
-    assert error <= tolerance, error
-    assert world.same_everywhere(flat_bytes(weights))
+keras = tf.keras
 
 
 @worlds("mpirun-2", "gloo-2")
+@worlds("tf_keras", extended=True)
 def check_fit_is_training_in_one_process(world: World) -> None:
-    agree(world, in_fit(world, hvd.DistributedOptimizer(momentum())), world.reference(alone, momentum))
+    for kind in (*MOMENTA, *([adam, legacy_adam] if IS_LEGACY else [])):
+        agree(world, in_fit(world, hvd_keras.DistributedOptimizer(kind())), world.reference(alone, kind))
 
 
 def one_rank_overflows(world: World, wrap: Any, passes: int) -> None:
@@ -106,7 +77,7 @@ def check_loss_scaling_inside_and_outside(world: World) -> None:
             one_rank_overflows(world, wrap, passes)
 
 
-@worlds("mpirun-2", "gloo-2", extended=True)
+@worlds("mpirun-2", "gloo-2", "tf_keras", extended=True)
 def check_layers_that_stay_local(world: World) -> None:
     """Their gradients are divided by the ranks, or left alone."""
     model = model_of()
@@ -136,13 +107,11 @@ def check_layers_that_stay_local(world: World) -> None:
     tape = hvd.PartialDistributedGradientTape(tape, local_layers=local)
     of_local, of_others = tape.get_local_and_global_gradients(loss, model.trainable_variables)
     assert (len(of_local), len(of_others)) == (2, 3)
-    optimizer = hvd_keras.PartialDistributedOptimizer(
-        keras.optimizers.SGD(1.0), local_layers=local, scale_local_gradients=False
-    )
-    kernel = local.kernel
-    before = kernel.numpy()
-    optimizer.apply([tf.fill(kernel.shape, tf.cast(world.rank, tf.float64))], [kernel])
-    np.testing.assert_allclose(kernel.numpy(), before - world.rank)
+    for kind in SGDS:
+        optimizer = hvd_keras.PartialDistributedOptimizer(kind(1.0), local_layers=local, scale_local_gradients=False)
+        before = local.kernel.numpy()
+        optimizer.apply_gradients([(tf.fill(local.kernel.shape, tf.cast(world.rank, tf.float64)), local.kernel)])
+        np.testing.assert_allclose(local.kernel.numpy(), before - world.rank)
 
 
 @worlds("mpirun-2", "gloo-2", "gloo-4", extended=True)
@@ -189,24 +158,24 @@ def check_tapes_in_every_shape(world: World) -> None:
 
 
 @worlds("mpirun-2")
-@worlds("gloo-2", extended=True)
+@worlds("gloo-2", "tf_keras", extended=True)
 def check_the_callbacks(world: World) -> None:
-    """Figures are averages, rates go up to what they should and down again, and momentum follows."""
-    seen: list[dict[str, float]] = []
-    warmup = hvd_keras.callbacks.LearningRateWarmupCallback(0.4, warmup_epochs=2, momentum_correction=False)
-    after = hvd_keras.callbacks.LearningRateScheduleCallback(0.4, lambda epoch: 0.1**epoch, start_epoch=2, end_epoch=3)
-    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="zeros")])
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1e-9, momentum=0.9))
-    model.compile(optimizer, "mae")
-    keep = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(dict(logs)))
-    average = hvd_keras.callbacks.MetricAverageCallback()
-    x, y = np.zeros((8, 1), "float32"), np.full((8, 1), world.rank + 1.0, "float32")
-    small = tf.data.Dataset.from_tensor_slices((x, y)).batch(2)
-    model.fit(small, epochs=3, verbose=0, callbacks=[average, warmup, after, keep])
-    rates = [logs["lr"] for logs in seen]
-    # After the first of two epochs the rate is half way between 0.4 / size and 0.4.
-    np.testing.assert_allclose(rates, [0.2 * (1 + 1 / world.size), 0.4, 0.4 * 0.01], rtol=1e-6)
-    assert world.same_everywhere(repr([logs["loss"] for logs in seen]).encode())
+    """Figures are averages, and rates go up to what they should and down again."""
+    for kind in SGDS:
+        seen: list[dict[str, float]] = []
+        warmup = hvd_keras.callbacks.LearningRateWarmupCallback(0.4, warmup_epochs=2, momentum_correction=False)
+        after = hvd_keras.callbacks.LearningRateScheduleCallback(0.4, lambda e: 0.1**e, start_epoch=2, end_epoch=3)
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="zeros")])
+        model.compile(hvd.DistributedOptimizer(kind(1e-9, momentum=0.9)), "mae")
+        keep = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs, seen=seen: seen.append(dict(logs)))
+        average = hvd_keras.callbacks.MetricAverageCallback()
+        x, y = np.zeros((8, 1), "float32"), np.full((8, 1), world.rank + 1.0, "float32")
+        small = tf.data.Dataset.from_tensor_slices((x, y)).batch(2)
+        model.fit(small, epochs=3, verbose=0, callbacks=[average, warmup, after, keep])
+        # After the first of two epochs the rate is half way between 0.4 / size and 0.4.
+        rates = [logs["lr"] for logs in seen]
+        np.testing.assert_allclose(rates, [0.2 * (1 + 1 / world.size), 0.4, 0.4 * 0.01], rtol=1e-6)
+        assert world.same_everywhere(repr([logs["loss"] for logs in seen]).encode())
 
 
 @worlds("mpirun-2", "gloo-2", extended=True)
@@ -224,9 +193,8 @@ def check_synchronized_batch_normalization(world: World) -> None:
     assert again.momentum == 0.5
 
 
-@worlds("mpirun-2")
-@worlds("gloo-2", extended=True)
-def check_elastic_states(world: World) -> None:
+@worlds("mpirun-2", "gloo-2", extended=True)
+def check_an_elastic_state_of_variables(world: World) -> None:
     """What rank 0 has is synchronized; what was committed comes back."""
     variable = tf.Variable([float(world.rank)])
     state = hvd.elastic.TensorFlowState([variable], batch=world.rank)
@@ -240,24 +208,32 @@ def check_elastic_states(world: World) -> None:
     state.restore()
     assert (float(variable[0]), state.batch) == (5.0, 5)
 
-    model = model_of(seed=world.rank)
-    model.compile(hvd.DistributedOptimizer(momentum()), mean_square)
-    keras_state = hvd_keras.elastic.KerasState(model, batch=0, epoch=world.rank)
-    assert len(model.optimizer.variables) > 2, "slots are not part of the state"
-    keras_state.sync()
-    assert keras_state.epoch == 0
-    assert world.same_everywhere(flat_bytes(model.get_weights()))
-    callbacks = [
-        hvd_keras.elastic.CommitStateCallback(keras_state, batches_per_commit=2),
-        hvd_keras.elastic.UpdateBatchStateCallback(keras_state),
-        hvd_keras.elastic.UpdateEpochStateCallback(keras_state),
-    ]
-    model.fit(dataset(world).take(3), epochs=2, verbose=0, callbacks=callbacks)
-    assert (keras_state.batch, keras_state.epoch) == (0, 2)
-    kept = [np.array(weight) for weight in model.get_weights()]
-    velocity = model.optimizer.variables[-1].numpy()
-    keras_state.save()
-    model.fit(dataset(world), verbose=0)
-    keras_state.restore()
-    assert flat_bytes(kept) == flat_bytes(model.get_weights())
-    np.testing.assert_array_equal(model.optimizer.variables[-1].numpy(), velocity)
+
+@worlds("mpirun-2")
+@worlds("gloo-2", "tf_keras", extended=True)
+def check_an_elastic_state_of_a_model(world: World) -> None:
+    """The same, slots too."""
+    for kind in MOMENTA:
+        model = model_of(seed=world.rank)
+        model.compile(hvd.DistributedOptimizer(kind()), mean_square)
+        state = hvd_keras.elastic.KerasState(model, batch=0, epoch=world.rank)
+        variables = model.optimizer.variables
+        slot = (variables() if callable(variables) else variables)[-1]
+        assert slot.shape == model.trainable_variables[-1].shape, "slots are not part of the state"
+        state.sync()
+        assert state.epoch == 0
+        assert world.same_everywhere(flat_bytes(weights_of(model)))
+        callbacks = [
+            hvd_keras.elastic.CommitStateCallback(state, batches_per_commit=2),
+            hvd_keras.elastic.UpdateBatchStateCallback(state),
+            hvd_keras.elastic.UpdateEpochStateCallback(state),
+        ]
+        model.fit(dataset(world).take(3), epochs=2, verbose=0, callbacks=callbacks)
+        assert (state.batch, state.epoch) == (0, 2)
+        kept, velocity = weights_of(model), slot.numpy()
+        state.save()
+        model.fit(dataset(world).take(3), verbose=0)
+        assert not np.array_equal(slot.numpy(), velocity)
+        state.restore()
+        assert flat_bytes(kept) == flat_bytes(weights_of(model))
+        np.testing.assert_array_equal(slot.numpy(), velocity)

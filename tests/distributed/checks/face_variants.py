@@ -2,78 +2,65 @@
 
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 from checks import broadcast_cases, wrapped_cases
 from checks.face_cases import (
     BATCH,
+    IS_LEGACY,
+    MOMENTA,
+    SGDS,
     STEPS,
     TOLERANCE,
+    adam,
+    agree,
+    alone,
     batches,
     data,
     dataset,
+    in_fit,
+    in_own_loop,
     leaves_local_variables,
+    mean_square,
     model_of,
+    momentum,
+    momentum_of_sums,
     part,
 )
-from checks.face_training import adam, agree, alone, in_fit, mean_square, momentum, momentum_of_sums
 from world import World
 from worlds import worlds
 
 import hvdtrain.horovod as hvd
 import hvdtrain.horovod.keras as hvd_keras
 
-
-def in_own_loop(world: World, optimizer: Any, compiled: bool, way: str = "apply_gradients") -> list[np.ndarray]:
-    model = model_of()
-    variables = model.trainable_variables
-
-    def step(x: Any, y: Any) -> tf.Tensor:
-        with tf.GradientTape() as tape:
-            loss = mean_square(y, model(x, training=True))
-        if way == "compute_gradients":
-            optimizer.apply_gradients(optimizer.compute_gradients(loss, variables, tape))
-            return loss
-        gradients = tape.gradient(loss, [v.value for v in variables])
-        if way == "apply":
-            optimizer.apply(gradients, variables)
-        else:
-            optimizer.apply_gradients(zip(gradients, variables, strict=True))
-        return loss
-
-    call = tf.function(step, reduce_retracing=True) if compiled else step
-    for batch in batches():
-        x, y = part(world, batch)
-        call(tf.constant(x), tf.constant(y))
-    return [np.array(weight) for weight in model.get_weights()]
+keras = tf.keras
 
 
-@worlds("mpirun-2", extended=True)
+@worlds("mpirun-2", "tf_keras", extended=True)
 def check_own_loops_are_training_in_one_process(world: World) -> None:
-    expected = world.reference(alone, adam)
-    for compiled in (False, True):
-        agree(world, in_own_loop(world, hvd_keras.DistributedOptimizer(adam()), compiled), expected)
-    agree(world, in_own_loop(world, hvd_keras.DistributedOptimizer(adam()), True, "apply"), expected)
-    agree(world, in_own_loop(world, hvd_keras.DistributedOptimizer(adam()), True, "compute_gradients"), expected)
+    for kind in MOMENTA if IS_LEGACY else [adam]:
+        expected = world.reference(alone, kind)
+        for way in ("apply_gradients", "compute_gradients", "minimize" if IS_LEGACY else "apply"):
+            agree(world, in_own_loop(world, hvd.DistributedOptimizer(kind()), way), expected)
+        agree(world, in_own_loop(world, hvd.DistributedOptimizer(kind()), compiled=False), expected)
+        agree(world, in_own_loop(world, kind(), "tape"), expected)
 
 
-@worlds("mpirun-2", extended=True)
+@worlds("mpirun-2", "tf_keras", extended=True)
 def check_ways_that_gradients_travel(world: World) -> None:
     """Groups, dense rows and factors change nothing; a sum is an average times the ranks; 16 bits are close."""
     expected = world.reference(alone, momentum)
     ways: list[tuple[dict[str, Any], float]] = [
-        ({"groups": 2}, TOLERANCE),
+        ({"groups": 2, "gradient_predivide_factor": 2.0}, TOLERANCE),
         ({"sparse_as_dense": True}, TOLERANCE),
-        ({"gradient_predivide_factor": 2.0}, TOLERANCE),
-        # Of 2^-11 at each of two roundings of 20 gradients; velocities add up at most 10 times as much.
-        ({"compression": hvd.Compression.fp16, "sparse_as_dense": True}, 20 * 10 * 2**-10),
+        # Of 2^-11 at each of two roundings of 10 gradients; velocities add up at most 10 times as much.
+        ({"compression": hvd.Compression.fp16, "sparse_as_dense": True}, 10 * 10 * 2**-10),
     ]
     for options, tolerance in ways:
-        weights = in_own_loop(world, hvd.DistributedOptimizer(momentum(), **options), True)
-        agree(world, weights, expected, tolerance)
-    summed = keras.optimizers.SGD(0.05 / world.size, momentum=0.9)
-    agree(world, in_own_loop(world, hvd.DistributedOptimizer(summed, op=hvd.Sum), True), expected)
+        agree(world, in_own_loop(world, hvd.DistributedOptimizer(momentum(), **options)), expected, tolerance)
+    summed = SGDS[-1](0.05 / world.size, momentum=0.9)
+    way = "minimize" if IS_LEGACY else "apply"
+    agree(world, in_own_loop(world, hvd.DistributedOptimizer(summed, op=hvd.Sum), way), expected)
 
 
 @worlds("mpirun-2", extended=True)
@@ -92,20 +79,19 @@ def check_groups_of_variables(world: World) -> None:
             np.testing.assert_allclose(gradient, plain, rtol=1e-12)
 
 
-@worlds("mpirun-2", extended=True)
+@worlds("mpirun-2", "tf_keras", extended=True)
 def check_backward_passes_per_step(world: World) -> None:
     """Two batches and one update are a batch twice as large, or their sum; the calls are all counted."""
-
-    def averaging() -> Any:
-        return hvd.DistributedOptimizer(momentum(), backward_passes_per_step=2, average_aggregated_gradients=True)
-
-    averaged, summed = (world.reference(alone, make, 2 * BATCH) for make in (momentum, momentum_of_sums))
-    summing = hvd.DistributedOptimizer(momentum(), backward_passes_per_step=2)
-    for optimizer, expected in ((averaging(), averaged), (summing, summed)):
-        agree(world, in_own_loop(world, optimizer, True), expected)
-        assert int(optimizer.iterations) == STEPS
-    agree(world, in_own_loop(world, averaging(), False), averaged)
-    agree(world, in_fit(world, averaging()), averaged)
+    for kind in MOMENTA:
+        averaging = hvd.DistributedOptimizer(kind(), backward_passes_per_step=2, average_aggregated_gradients=True)
+        agree(world, in_fit(world, averaging), world.reference(alone, kind, 2 * BATCH))
+        assert int(averaging.iterations) == STEPS
+    summed = world.reference(alone, momentum_of_sums, 2 * BATCH)
+    eagerly = [] if IS_LEGACY else [("apply_gradients", False)]  # takes minutes there
+    for way, compiled in (("apply_gradients", True), ("compute_gradients", True), *eagerly):
+        summing = hvd.DistributedOptimizer(momentum(), backward_passes_per_step=2)
+        agree(world, in_own_loop(world, summing, way, compiled=compiled), summed)
+        assert int(summing.iterations) == STEPS
 
 
 @worlds("mpirun-2", extended=True)
@@ -121,24 +107,26 @@ def check_xla_is_refused_in_words(world: World) -> None:
     raise AssertionError("XLA compiled an exchange")
 
 
-@worlds("mpirun-2", extended=True)
+@worlds("mpirun-2", "tf_keras", extended=True)
 def check_momentum_is_corrected(world: World) -> None:
     """Velocities follow the rate: v <- momentum (new / old) v - new g."""
-    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
-    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.5)), lambda y, out: tf.reduce_sum(out))
-    schedule = hvd_keras.callbacks.LearningRateScheduleCallback(0.1, 0.1)
-    ones = np.ones((1, 1), "float32")
-    model.fit(ones, ones, epochs=3, verbose=0, callbacks=[schedule])
     weight = velocity = 0.0
     for old, new in ((0.1, 0.1), (0.1, 0.01), (0.01, 0.001)):
         velocity = 0.5 * new / old * velocity - new
         weight += velocity
-    np.testing.assert_allclose(model.get_weights()[0], weight, rtol=1e-5)
+    for kind in SGDS:
+        dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+        model = keras.Sequential([keras.Input((1,)), dense])
+        model.compile(hvd.DistributedOptimizer(kind(0.1, momentum=0.5)), lambda y, out: tf.reduce_sum(out))
+        schedule = hvd_keras.callbacks.LearningRateScheduleCallback(0.1, 0.1)
+        ones = np.ones((1, 1), "float32")
+        model.fit(ones, ones, epochs=3, verbose=0, callbacks=[schedule])
+        np.testing.assert_allclose(model.get_weights()[0], weight, rtol=1e-5)
 
 
-@worlds("mpirun-2", extended=True)
+@worlds("mpirun-2", "tf_keras", extended=True)
 def check_broadcast_leaves_local_variables(world: World) -> None:
-    leaves_local_variables(world, hvd.DistributedOptimizer(keras.optimizers.SGD(0.0)), mean_square)
+    leaves_local_variables(world, hvd.DistributedOptimizer(SGDS[-1](0.0)), mean_square)
 
 
 def scaled() -> Any:
@@ -170,7 +158,7 @@ def check_what_scripts_call_on_a_wrapped_optimizer(world: World) -> None:
     wrapped_cases.reduces_gradients_of_its_own(world, Adding())
 
 
-@worlds("mpirun-2", extended=True)
+@worlds("mpirun-2", "tf_keras", extended=True)
 def check_broadcasts_that_would_hang_or_send_nothing(world: World) -> None:
     broadcast_cases.refuses_variables_that_differ(world)
     broadcast_cases.warns_of_broadcasts_without_weights(world)

@@ -12,7 +12,7 @@ from world import World
 from worlds import worlds
 
 import hvdtrain
-from hvdtrain.config.errors import ConfigError, DataError, DesyncError
+from hvdtrain.config.errors import ConfigError, DesyncError
 from hvdtrain.optim.precision import precision
 
 ENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -36,10 +36,7 @@ class Drift(keras.callbacks.Callback):
 @worlds("mpirun-2", "gloo-4", extended=True)
 def check_a_part_that_drifts_is_named(world: World) -> None:
     """Slices are compared among those that hold the same ones, and what is whole among all."""
-    cases = {
-        2: [("tp=2", "norm/gamma", 0), ("tp=2", "up/kernel", None)],
-        4: [("dp=2,ep=2", "experts/kernel_in", 1)],
-    }
+    cases = {2: [("tp=2", "norm/gamma", 0), ("tp=2", "up/kernel", None)], 4: [("dp=2,ep=2", "experts/kernel_in", 1)]}
     for axes, path, usual in cases[world.size]:
         with on_mesh(world, axes) as mesh:
             drifts = Drift(path, mesh.session.world.rank == world.session.world.size - 1)
@@ -53,26 +50,6 @@ def check_a_part_that_drifts_is_named(world: World) -> None:
             expected = f"on rank {last} other values than on rank {usual} of model/"
             assert (expected in said) == (usual is not None), f"{axes} {path}: {said}"
             assert path.rpartition("/")[2] in said or usual is None, said
-
-
-@worlds("mpirun-2", extended=True)
-def check_no_file_is_written_of_slices(world: World) -> None:
-    """Neither by the user nor by a callback, also where experts or tables are all that is split."""
-
-    def table() -> keras.Model:
-        return keras.Sequential([keras.Input((3,), dtype="int32"), hvdtrain.ShardedEmbedding(10, 4, "row")])
-
-    with on_mesh(world, "ep=2") as mesh:
-        for number, build in enumerate((lambda: split(mesh), table)):
-            model = build()
-            for write, name in ((model.save, "model.keras"), (model.save_weights, "model.weights.h5")):
-                file = world.folder / f"rank{world.rank}-{number}-{name}"
-                try:
-                    write(file)
-                except ConfigError as error:
-                    assert "none can write the full model" in str(error)
-                else:
-                    raise AssertionError(f"{file} was written")
 
 
 TABLE_ROWS = np.arange(24, dtype="int32").reshape(8, 3)
@@ -123,22 +100,6 @@ def check_optimizers_of_whole_weights_are_refused_once_a_model_is_built(world: W
             model = keras.Sequential([hvdtrain.MixtureOfExperts(2, 4), keras.layers.Dense(1)])
             trainer = hvdtrain.Trainer(model, optimizer, "mse", backend=mesh.backend)
             refused(lambda trainer=trainer: trainer.fit(x, y, batch=4, verbose=False), "parallel ep=N")
-
-
-@worlds("mpirun-2", "gloo-4", extended=True)
-def check_streams_of_other_lengths_are_named(world: World) -> None:
-    """In an evaluation in which ranks wait for one another in each batch."""
-    with on_mesh(world, "ep=2") as mesh:
-        trainer = hvdtrain.Trainer(classifier(), "sgd", ENTROPY, backend=mesh.backend)
-        count = 4 if mesh.session.world.rank else 8
-        rows = lambda: zip(TABLE_ROWS[:count], labels()[:count], strict=True)  # noqa: E731
-        signature = (tf.TensorSpec([3], tf.int32), tf.TensorSpec([], tf.int32))
-        try:
-            trainer.evaluate(tf.data.Dataset.from_generator(rows, output_signature=signature).batch(4))
-        except DataError as error:
-            assert "have 1 batches on rank 1 and more on rank 0" in str(error), str(error)
-        else:
-            raise AssertionError("nobody noticed")
 
 
 @worlds("mpirun-2", "gloo-4", extended=True)

@@ -1,15 +1,27 @@
-"""The face under TF_USE_LEGACY_KERAS=1: tf_keras' optimizers, callbacks, layer, loading and state, against one process.
+"""The face under TF_USE_LEGACY_KERAS=1, where tf_keras has something that Keras 3 does not; the rest: face_variants."""
 
-The battery runs these in a launch of their own, with that variable set.
-"""
-
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from checks import broadcast_cases, wrapped_cases
-from checks.face_cases import BATCH, STEPS, TOLERANCE, batches, dataset, leaves_local_variables, model_of, part
+from checks.face_cases import (
+    STEPS,
+    TOLERANCE,
+    adam,
+    agree,
+    alone,
+    batches,
+    dataset,
+    in_fit,
+    legacy_momentum,
+    mean_square,
+    model_of,
+    momentum,
+    part,
+    weights_of,
+)
 from world import World, flat_bytes, relative_error
 from worlds import worlds
 
@@ -20,93 +32,6 @@ keras = tf.keras
 legacy = keras.optimizers.legacy
 
 
-def momentum() -> Any:
-    return keras.optimizers.SGD(0.05, momentum=0.9)
-
-
-def momentum_of_sums() -> Any:
-    """Return what `momentum` with the sum of two gradients is with their average."""
-    return keras.optimizers.SGD(0.1, momentum=0.9)
-
-
-def legacy_momentum() -> Any:
-    return legacy.SGD(0.05, momentum=0.9)
-
-
-def legacy_adam() -> Any:
-    return legacy.Adam(0.01)
-
-
-KINDS = [momentum, legacy_momentum]
-
-
-def adam() -> Any:
-    return keras.optimizers.Adam(0.01)
-
-
-def mean_square(targets: Any, outputs: Any) -> tf.Tensor:
-    return tf.reduce_mean(tf.square(outputs - tf.cast(targets, outputs.dtype)))
-
-
-def weights_of(model: Any) -> list[np.ndarray]:
-    return [np.array(weight) for weight in model.get_weights()]
-
-
-def alone(make: Callable[[], Any], size: int = BATCH) -> list[np.ndarray]:
-    """One process, whole batches, nothing of Horovod."""
-    model, optimizer = model_of(), make()
-    for x, y in batches(size):
-        with tf.GradientTape() as tape:
-            loss = mean_square(y, model(x, training=True))
-        gradients = tape.gradient(loss, model.trainable_variables)
-        dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
-        optimizer.apply_gradients(zip(dense, model.trainable_variables, strict=True))
-    return weights_of(model)
-
-
-def in_fit(world: World, optimizer: Any, callbacks: Sequence[Any] = ()) -> list[np.ndarray]:
-    model = model_of(seed=7 + world.rank)  # the callback makes them alike
-    callbacks = [hvd_keras.callbacks.BroadcastGlobalVariablesCallback(0), *callbacks]
-    keras.backend.set_floatx("float64")  # Keras computes losses in this type
-    try:
-        model.compile(optimizer, mean_square)
-        model.fit(dataset(world), verbose=0, shuffle=False, callbacks=callbacks)
-    finally:
-        keras.backend.set_floatx("float32")
-    return weights_of(model)
-
-
-def in_own_loop(world: World, optimizer: Any, way: str = "apply_gradients") -> list[np.ndarray]:
-    model = model_of()
-    variables = model.trainable_variables
-
-    @tf.function(reduce_retracing=True)
-    def step(x: Any, y: Any) -> None:
-        with tf.GradientTape() as tape:
-            loss = mean_square(y, model(x, training=True))
-        if way == "minimize":
-            optimizer.minimize(loss, variables, tape=tape)
-        elif way == "compute_gradients":
-            optimizer.apply_gradients(optimizer.compute_gradients(loss, variables, tape))
-        elif way == "tape":
-            gradients = hvd.DistributedGradientTape(tape).gradient(loss, variables)
-            optimizer.apply_gradients(zip(gradients, variables, strict=True))
-        else:
-            optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
-
-    for batch in batches():
-        x, y = part(world, batch)
-        step(tf.constant(x), tf.constant(y))
-    return weights_of(model)
-
-
-def agree(world: World, weights: list[np.ndarray], reference: list[np.ndarray], tolerance: float = TOLERANCE) -> None:
-    assert max(float(np.abs(w - s).max()) for w, s in zip(weights, weights_of(model_of()), strict=True)) > 1e-2
-    error = relative_error(weights, reference)
-    assert error <= tolerance, error
-    assert world.same_everywhere(flat_bytes(weights))
-
-
 @worlds("tf_keras", extended=True)
 def check_tf_keras_is_the_keras_of_this_process(world: World) -> None:
     assert keras.Model.__module__.startswith("tf_keras.")
@@ -114,55 +39,11 @@ def check_tf_keras_is_the_keras_of_this_process(world: World) -> None:
 
 
 @worlds("tf_keras", extended=True)
-def check_fit_is_training_in_one_process(world: World) -> None:
-    for kind in (*KINDS, adam, legacy_adam):
-        agree(world, in_fit(world, hvd_keras.DistributedOptimizer(kind())), world.reference(alone, kind))
-
-
-@worlds("tf_keras", extended=True)
 def check_a_rank_that_trains_alone_differs(world: World) -> None:
     """The comparison notices an optimizer that does not reduce."""
-    weights = in_fit(world, KINDS[0]())
+    weights = in_fit(world, momentum())
     assert relative_error(weights, world.reference(alone, momentum)) > 1e-3
     assert not world.same_everywhere(flat_bytes(weights))
-
-
-@worlds("tf_keras", extended=True)
-def check_own_loops_are_training_in_one_process(world: World) -> None:
-    for kind in KINDS:
-        expected = world.reference(alone, kind)
-        for way in ("apply_gradients", "compute_gradients", "minimize"):
-            agree(world, in_own_loop(world, hvd.DistributedOptimizer(kind()), way), expected)
-        agree(world, in_own_loop(world, kind(), "tape"), expected)
-
-
-@worlds("tf_keras", extended=True)
-def check_ways_that_gradients_travel(world: World) -> None:
-    """Groups, dense rows and factors change nothing; a sum is an average times the ranks; 16 bits are close."""
-    expected = world.reference(alone, momentum)
-    ways: list[tuple[dict[str, Any], float]] = [
-        ({"groups": 2, "gradient_predivide_factor": 2.0}, TOLERANCE),
-        ({"sparse_as_dense": True}, TOLERANCE),
-        # Of 2^-11 at each of two roundings of 10 gradients; velocities add up at most 10 times as much.
-        ({"compression": hvd.Compression.fp16, "sparse_as_dense": True}, 10 * 10 * 2**-10),
-    ]
-    for options, tolerance in ways:
-        agree(world, in_own_loop(world, hvd.DistributedOptimizer(KINDS[0](), **options)), expected, tolerance)
-    summed = legacy.SGD(0.05 / world.size, momentum=0.9)
-    agree(world, in_own_loop(world, hvd.DistributedOptimizer(summed, op=hvd.Sum), "minimize"), expected)
-
-
-@worlds("tf_keras", extended=True)
-def check_backward_passes_per_step(world: World) -> None:
-    """Two batches and one update are a batch twice as large, or their sum; the calls are all counted."""
-    for kind in KINDS:
-        averaging = hvd.DistributedOptimizer(kind(), backward_passes_per_step=2, average_aggregated_gradients=True)
-        agree(world, in_fit(world, averaging), world.reference(alone, kind, 2 * BATCH))
-        assert int(averaging.iterations) == STEPS
-    summed = world.reference(alone, momentum_of_sums, 2 * BATCH)
-    for way in ("apply_gradients", "compute_gradients"):
-        summing = hvd.DistributedOptimizer(KINDS[0](), backward_passes_per_step=2)
-        agree(world, in_own_loop(world, summing, way), summed)
 
 
 def one_rank_overflows(world: World, optimizer: Any, passes: int) -> None:
@@ -228,30 +109,6 @@ def check_fit_with_16_bits(world: World) -> None:
 
 
 @worlds("tf_keras", extended=True)
-def check_layers_that_stay_local(world: World) -> None:
-    """Their gradients are divided by the ranks, or left alone."""
-    model = model_of()
-    x, y = part(world, batches()[0])
-    local = model.get_layer("out")
-
-    def gradients(wrap: Any) -> list[Any]:
-        with tf.GradientTape() as tape:
-            loss = mean_square(y, model(x))
-        return [tf.convert_to_tensor(g).numpy() for g in wrap(tape).gradient(loss, model.trainable_variables)]
-
-    plain, shared = gradients(lambda tape: tape), gradients(hvd.DistributedGradientTape)
-    partial = gradients(lambda tape: hvd.PartialDistributedGradientTape(tape, local_layers=local))
-    for i, gradient in enumerate(partial):
-        expected = plain[i] / world.size if i >= len(partial) - 2 else shared[i]
-        np.testing.assert_allclose(gradient, expected, rtol=1e-12)
-    for kind in (keras.optimizers.SGD, legacy.SGD):
-        optimizer = hvd_keras.PartialDistributedOptimizer(kind(1.0), local_layers=local, scale_local_gradients=False)
-        before = local.kernel.numpy()
-        optimizer.apply_gradients([(tf.fill(local.kernel.shape, tf.cast(world.rank, tf.float64)), local.kernel)])
-        np.testing.assert_allclose(local.kernel.numpy(), before - world.rank)
-
-
-@worlds("tf_keras", extended=True)
 def check_an_optimizer_of_a_process_set(world: World) -> None:
     """Ranks outside of the set apply their own gradients; what is given as reduced is applied as it is."""
     first = hvd.add_process_set([0])
@@ -268,47 +125,6 @@ def check_an_optimizer_of_a_process_set(world: World) -> None:
     world.gather(b"")
     hvd.remove_process_set(first)
     assert kept == [-float(world.rank)] * 3, kept
-
-
-@worlds("tf_keras", extended=True)
-def check_the_callbacks(world: World) -> None:
-    """Figures are averages, and rates go up to what they should and down again."""
-    for kind in (keras.optimizers.SGD, legacy.SGD):
-        seen: list[dict[str, float]] = []
-        warmup = hvd_keras.callbacks.LearningRateWarmupCallback(0.4, warmup_epochs=2, momentum_correction=False)
-        after = hvd_keras.callbacks.LearningRateScheduleCallback(0.4, lambda e: 0.1**e, start_epoch=2, end_epoch=3)
-        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="zeros")])
-        model.compile(hvd.DistributedOptimizer(kind(1e-9, momentum=0.9)), "mae")
-        keep = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs, seen=seen: seen.append(dict(logs)))
-        average = hvd_keras.callbacks.MetricAverageCallback()
-        x, y = np.zeros((8, 1), "float32"), np.full((8, 1), world.rank + 1.0, "float32")
-        small = tf.data.Dataset.from_tensor_slices((x, y)).batch(2)
-        model.fit(small, epochs=3, verbose=0, callbacks=[average, warmup, after, keep])
-        # After the first of two epochs the rate is half way between 0.4 / size and 0.4.
-        rates = [logs["lr"] for logs in seen]
-        np.testing.assert_allclose(rates, [0.2 * (1 + 1 / world.size), 0.4, 0.4 * 0.01], rtol=1e-6)
-        assert world.same_everywhere(repr([logs["loss"] for logs in seen]).encode())
-
-
-@worlds("tf_keras", extended=True)
-def check_momentum_is_corrected(world: World) -> None:
-    """Velocities follow the rate: v <- momentum (new / old) v - new g."""
-    weight = velocity = 0.0
-    for old, new in ((0.1, 0.1), (0.1, 0.01), (0.01, 0.001)):
-        velocity = 0.5 * new / old * velocity - new
-        weight += velocity
-    for kind in (keras.optimizers.SGD, legacy.SGD):
-        dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
-        model = keras.Sequential([keras.Input((1,)), dense])
-        model.compile(hvd.DistributedOptimizer(kind(0.1, momentum=0.5)), lambda y, out: tf.reduce_sum(out))
-        schedule = hvd_keras.callbacks.LearningRateScheduleCallback(0.1, 0.1)
-        model.fit(np.ones((1, 1)), np.ones((1, 1)), epochs=3, verbose=0, callbacks=[schedule])
-        np.testing.assert_allclose(model.get_weights()[0], weight, rtol=1e-5)
-
-
-@worlds("tf_keras", extended=True)
-def check_broadcast_leaves_local_variables(world: World) -> None:
-    leaves_local_variables(world, hvd.DistributedOptimizer(legacy.SGD(0.0)), mean_square)
 
 
 def scaled(optimizer: Any) -> Any:
@@ -342,12 +158,6 @@ def check_what_scripts_call_on_a_wrapped_optimizer(world: World) -> None:
     wrapped_cases.aggregates_computed_gradients(world, Adding())
     wrapped_cases.reduces_a_computed_gradient_once(world, Adding())
     wrapped_cases.reduces_gradients_of_its_own(world, Adding())
-
-
-@worlds("tf_keras", extended=True)
-def check_broadcasts_that_would_hang_or_send_nothing(world: World) -> None:
-    broadcast_cases.refuses_variables_that_differ(world)
-    broadcast_cases.warns_of_broadcasts_without_weights(world)
 
 
 @worlds("tf_keras", extended=True)
@@ -395,10 +205,10 @@ def check_fit_with_synchronized_batch_normalization(world: World) -> None:
             keras.backend.set_floatx("float32")
         return model
 
-    plain = trained(keras.layers.BatchNormalization(fused=False, dtype="float64"), KINDS[0](), batches())
+    plain = trained(keras.layers.BatchNormalization(fused=False, dtype="float64"), momentum(), batches())
     layer = hvd.SyncBatchNormalization(dtype="float64")
     mine = [part(world, batch) for batch in batches()]
-    model = trained(layer, hvd.DistributedOptimizer(KINDS[0]()), mine)
+    model = trained(layer, hvd.DistributedOptimizer(momentum()), mine)
     assert relative_error(weights_of(model), weights_of(plain)) <= TOLERANCE
     path = str(world.folder / f"legacy-normalized-{world.rank}.keras")
     model.save(path)
@@ -411,7 +221,12 @@ def check_fit_with_synchronized_batch_normalization(world: World) -> None:
 def check_a_saved_model_goes_on(world: World) -> None:
     """Loaded wrapped, with as much of its optimizer's state as tf_keras saves: with SavedModels, and of legacy
     optimizers in `.keras` files, there is none. Without Horovod it is an ordinary model."""
-    files = [(adam, "a.keras", STEPS), (KINDS[1], "b.h5", STEPS), (KINDS[1], "c.keras", 0), (KINDS[0], "folder", 0)]
+    files = [
+        (adam, "a.keras", STEPS),
+        (legacy_momentum, "b.h5", STEPS),
+        (legacy_momentum, "c.keras", 0),
+        (momentum, "folder", 0),
+    ]
     for kind, name, steps in files:
         model = model_of()
         model.compile(hvd.DistributedOptimizer(kind()), keras.losses.MeanSquaredError())
@@ -420,7 +235,7 @@ def check_a_saved_model_goes_on(world: World) -> None:
         if world.rank == 0:
             model.save(path)
         world.gather(b"")
-        loaded, plain = hvd_keras.load_model(path, legacy_opts=kind is KINDS[1]), keras.models.load_model(path)
+        loaded, plain = hvd_keras.load_model(path, legacy_opts=kind is legacy_momentum), keras.models.load_model(path)
         assert hvd.elastic.distribution_of(loaded.optimizer) is not None
         assert isinstance(loaded.optimizer, type(kind()))
         assert type(plain.optimizer) is type(kind())
@@ -441,31 +256,3 @@ def check_best_model_checkpoint(world: World) -> None:
         best.filepath = str(world.folder / f"legacy-best-{world.rank}-{name}")
         model.fit(x, y, verbose=0, callbacks=[best])
         (model.load_weights if weights_only else keras.models.load_model)(best.filepath)
-
-
-@worlds("tf_keras", extended=True)
-def check_elastic_states(world: World) -> None:
-    """What rank 0 has is synchronized; what was committed comes back, slots too."""
-    for kind in KINDS:
-        model = model_of(seed=world.rank)
-        model.compile(hvd.DistributedOptimizer(kind()), mean_square)
-        state = hvd_keras.elastic.KerasState(model, batch=0, epoch=world.rank)
-        slot = model.optimizer.variables()[-1]
-        assert slot.shape == model.trainable_variables[-1].shape, "slots are not part of the state"
-        state.sync()
-        assert state.epoch == 0
-        assert world.same_everywhere(flat_bytes(weights_of(model)))
-        callbacks = [
-            hvd_keras.elastic.CommitStateCallback(state, batches_per_commit=2),
-            hvd_keras.elastic.UpdateBatchStateCallback(state),
-            hvd_keras.elastic.UpdateEpochStateCallback(state),
-        ]
-        model.fit(dataset(world).take(3), epochs=2, verbose=0, callbacks=callbacks)
-        assert (state.batch, state.epoch) == (0, 2)
-        kept, velocity = weights_of(model), slot.numpy()
-        state.save()
-        model.fit(dataset(world).take(3), verbose=0)
-        assert not np.array_equal(slot.numpy(), velocity)
-        state.restore()
-        assert flat_bytes(kept) == flat_bytes(weights_of(model))
-        np.testing.assert_array_equal(slot.numpy(), velocity)

@@ -11,18 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from generative_models import (
-    CLASSES,
-    FEATURES,
-    GAN,
-    LATENT,
-    VAE,
-    WGAN,
-    ConditionalGAN,
-    CycleGAN,
-    DiffusionModel,
-    net,
-)
+from generative_models import CLASSES, FEATURES, GAN, LATENT, VAE, WGAN, ConditionalGAN, CycleGAN, DiffusionModel, net
 from representation_models import BYOL, Contrastive, ContrastiveBySlices, Distiller, Siamese, Weighted
 from world import World, flat_bytes, moved, relative_error
 from worlds import worlds
@@ -35,7 +24,6 @@ X = RNG.standard_normal((SAMPLES, FEATURES))
 OTHERS = RNG.standard_normal((SAMPLES, FEATURES)) ** 2
 LABELS = (X[:, 0] > 0).astype("int64")
 WEIGHTS = RNG.random(SAMPLES) + 0.5
-BINARY = {"from_logits": True}
 
 
 @contextmanager

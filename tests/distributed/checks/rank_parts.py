@@ -154,10 +154,7 @@ def check_parts_that_do_not_go_together_are_refused_on_every_rank(world: World) 
     x, y = parts(world)[world.rank]
     other = (x, y.astype("float32") if world.rank == 1 else y)
     nothing = (x[:0], y[:0])
-    cases: dict[str, Any] = {
-        "must have one structure": other,
-        "No rank has training samples": nothing,
-    }
+    cases: dict[str, Any] = {"must have one structure": other, "No rank has training samples": nothing}
     for said, data in cases.items():
         refused = _refused(lambda data=data: trainer_of(world).fit(data, batch_size=ROWS, shard="rank", verbose=0))
         assert said in refused, refused

@@ -165,11 +165,7 @@ CASES = {
     "vision": (VisionTransformer, VISION_RULES, images_and_labels),
     "perceptron": (perceptron, PERCEPTRON_RULES, rows_and_labels),
     "tied": (tied_language_model, TIED_RULES, tokens_and_next),
-    "mlp": (
-        lambda: mlp.build((6,), 4, 1, depth=3, width=16),
-        mlp.rules(4, 2, depth=3),
-        rows_and_labels,
-    ),
+    "mlp": (lambda: mlp.build((6,), 4, 1, depth=3, width=16), mlp.rules(4, 2, depth=3), rows_and_labels),
     "transformer": (
         lambda: transformer.build((LENGTH,), WORDS, 1, depth=2, width=16, heads=4),
         transformer.rules(WORDS, 4),
