@@ -87,9 +87,9 @@ def _distributed(variable: Any) -> bool:
     return isinstance(variable, tf.distribute.DistributedValues)
 
 
-def _octets(variable: tf.Variable) -> np.ndarray:
+def _octets(variable: tf.Variable) -> memoryview:
     """Return the bytes of `variable`; on a CPU, its own memory."""
-    return np.ascontiguousarray(variable.numpy()).reshape(-1).view(np.uint8)
+    return np.ascontiguousarray(variable.numpy()).reshape(-1).view(np.uint8).data
 
 
 class Holders:

@@ -203,7 +203,8 @@ def load(
     means, stds = listed_numbers("mean", mean, channels), listed_numbers("std", std, channels)
     if 0 in stds:
         raise ConfigError(f"--data-args std divides the pixels: it must not be 0. Received: {std!r}.")
-    image = ImageInputs(*source.spec[0].shape, mean=means, std=stds)
+    height, width, _ = source.spec[0].shape
+    image = ImageInputs(height, width, channels, mean=means, std=stds)
     return DataSplits(
         parts[0],
         parts[1],

@@ -386,7 +386,6 @@ def _known_targets(table: Table, target: str, classes: int | None, names: tuple[
     column = table.columns[target]
     if classes is None:
         return column.values[:, np.newaxis].astype(np.float32)
-    named = names is not None and column.texts is not None
-    labels = _named_labels(table, column, names) if named else column.values
+    labels = column.values if names is None or column.texts is None else _named_labels(table, column, names)
     check_range(labels.astype(np.int64), classes, table.describe)
     return labels.astype(np.int32)

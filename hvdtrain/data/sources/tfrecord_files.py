@@ -143,7 +143,8 @@ def _indexed(file: Path) -> tuple[Path, Index]:
         packed = compression(file)
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error.strerror}.") from None
-    plain = seekable(file, gzip.open if packed == "gzip" else _open_zlib) if packed else file
+    openers: dict[str, Any] = {"gzip": gzip.open, "zlib": _open_zlib}
+    plain = seekable(file, openers[packed]) if packed else file
     target = cache_folder() / f"{cache_key(plain, 'tfrecord index')}.npz"
     with made_once(target) as draft:
         if draft is not None:
