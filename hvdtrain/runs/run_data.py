@@ -95,11 +95,11 @@ def run_data(config: Config, backend: Backend) -> RunData:
     check_batch(config, backend)
     splits = loaded_splits(config, backend)
     loaded, where = splits, config.data.cache
-    if where != "none":
-        train, validation = (
-            source if is_stream(source) else cached(source, where) for source in (splits.train, splits.validation)
-        )
-        splits = replace(splits, train=train, validation=validation)
+
+    def kept(source: Any) -> Any:
+        return source if is_stream(source) else cached(source, where)
+
+    splits = replace(splits, train=kept(splits.train), validation=kept(splits.validation))
     training, steps = _training(config, splits, backend), config.training.validation_steps
     _refuse_steps("--validation-steps", steps, splits.validation)
     validation = evaluation_of(splits.validation, config.data, splits, backend, steps=steps)
