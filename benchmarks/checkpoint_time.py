@@ -1,7 +1,7 @@
 """What a checkpoint costs a training: the time that its steps take longer while one is copied and written.
 
     python benchmarks/checkpoint_time.py --megabytes 50 200 --rounds 5
-    mpirun -np 2 python benchmarks/checkpoint_time.py --megabytes 50
+    python benchmarks/checkpoint_time.py --megabytes 50 --ranks 2
 
 Windows of as many steps take turns: in every other one a checkpoint is saved at the first step, and the window is long
 enough for it to be written. Reported are the seconds for which a step waited (the copy to the host's memory), those by
@@ -9,13 +9,15 @@ which the whole window was longer, and what that is of a minute. `--wait` writes
 else may run on the machine meanwhile.
 """
 
-import argparse
+import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from hvdtrain.bench.script import Script, started
 
 WARM_UP = 3
 
@@ -38,14 +40,15 @@ def trainer_of(megabytes: float) -> tuple[Any, Any]:
     return trainer, data
 
 
-def measure(megabytes: float, arguments: argparse.Namespace, folder: Path) -> dict[str, float]:
-    """Return the figures for a state of so many megabytes."""
+def measure(megabytes: float, rounds: int, window_s: float, wait: bool, folder: str) -> dict[str, Any]:
+    """Return the seconds of windows with and without a save, and those for which a step waited."""
+    *_, gather = started()
     from hvdtrain.checkpoint.background import BackgroundSaver
     from hvdtrain.checkpoint.checkpointer import Checkpointer
     from hvdtrain.runtime.session import current
 
     trainer, data = trainer_of(megabytes)
-    saver = BackgroundSaver(Checkpointer(folder, keep=1, backend=trainer.backend), current().control)
+    saver = BackgroundSaver(Checkpointer(Path(folder), keep=1, backend=trainer.backend), current().control)
     step, batch, state = trainer.compiled_step(data), next(iter(data.batches(0))), trainer.state
 
     def window(steps: int, *, saves: bool) -> tuple[float, float]:
@@ -53,7 +56,7 @@ def measure(megabytes: float, arguments: argparse.Namespace, folder: Path) -> di
         if saves:
             state.scalars.step += 1
             saver(state)
-            if arguments.wait:
+            if wait:
                 saver.finish()
         waited = time.perf_counter() - begin
         for number in range(steps):
@@ -65,39 +68,40 @@ def measure(megabytes: float, arguments: argparse.Namespace, folder: Path) -> di
     saver.finish()
     begin = time.perf_counter()
     window(WARM_UP, saves=False)
-    steps = max(WARM_UP, int(arguments.window * WARM_UP / (time.perf_counter() - begin)))
-    steps = max(int(text) for text in trainer.backend.gather_bytes(str(steps).encode(), timeout=60.0))
-    plain, saving, waits = [], [], []
-    for _ in range(arguments.rounds):
-        plain.append(window(steps, saves=False)[1])
+    steps = max(WARM_UP, int(window_s * WARM_UP / (time.perf_counter() - begin)))
+    steps = max(gather(steps))
+    found: dict[str, list[float]] = {"plain_s": [], "saving_s": [], "waited_s": []}
+    for _ in range(rounds):
+        found["plain_s"].append(window(steps, saves=False)[1])
         waited, seconds = window(steps, saves=True)
         saver.finish()
-        waits.append(waited)
-        saving.append(seconds)
-    cost = float(np.median(saving) - np.median(plain))
-    return {"waited_s": float(np.median(waits)), "cost_s": cost, "share_of_a_minute": cost / 60, "steps": steps}
+        found["waited_s"].append(waited)
+        found["saving_s"].append(seconds)
+    return found
 
 
-def main() -> None:
-    """Measure all sizes, and print a line for each."""
-    parser = argparse.ArgumentParser(description="Measure what a checkpoint costs a training.")
-    parser.add_argument("--megabytes", nargs="+", type=float, default=[50.0], help="size of the training state")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--window", type=float, default=5.0, help="seconds of a window; longer than a save takes")
-    parser.add_argument("--wait", action="store_true", help="write in the step")
-    parser.add_argument("--folder", type=Path, help="where checkpoints are written (default: a temporary folder)")
-    arguments = parser.parse_args()
-    import hvdtrain
-
-    hvdtrain.init()
-    for megabytes in arguments.megabytes:
-        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-            figures = measure(megabytes, arguments, Path(folder))
-        if hvdtrain.rank() == 0:
-            waited, cost, share = figures["waited_s"], figures["cost_s"], figures["share_of_a_minute"]
-            print(f"{megabytes:8.0f} MB  the step waited {waited:.3f} s  a save costs {cost:.3f} s", end="")
-            print(f"  {share:.2%} at one a minute", flush=True)
+def main() -> int:
+    script = Script(__doc__, measure, rounds=5)
+    script.add_argument("--megabytes", nargs="+", type=float, default=[50.0], help="size of the training state")
+    script.add_argument("--controller", choices=("mpirun", "gloo"), default="mpirun")
+    script.add_argument("--ranks", type=int, default=1)
+    script.add_argument("--window", type=float, default=5.0, help="seconds of a window; longer than a save takes")
+    script.add_argument("--wait", action="store_true", help="write in the step")
+    script.add_argument("--folder", type=Path, help="where checkpoints are written (default: a temporary folder)")
+    options = script.parsed()
+    controller = options.controller if options.ranks > 1 else "none"
+    given = {"rounds": options.rounds, "window_s": options.window, "wait": options.wait}
+    for megabytes in options.megabytes:
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            given |= {"megabytes": megabytes, "folder": folder}
+            job = script.job(f"{megabytes:.0f} MB", measure, controller=controller, ranks=options.ranks, **given)
+            for run in script.measure([job]):
+                plain, saving, waited = (run.medians(f"{name}_s")[0] for name in ("plain", "saving", "waited"))
+                cost = saving - plain
+                print(f"{run.name:>8}  the step waited {waited:.3f} s  a save costs {cost:.3f} s", end="")
+                print(f"  {cost / 60:.2%} at one a minute", flush=True)
+    return script.exit_code()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -8,103 +8,52 @@ rank. Reported are the medians over the rounds and their ratios to `none`: above
 Nothing else may run on the machine meanwhile.
 """
 
-import argparse
-import json
 import sys
-import time
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import numpy as np
-from harness import launcher, printed, write
+from hvdtrain.bench.script import Script, print_times, started
+from hvdtrain.bench.timing import in_turn, window
 
 KIB = 1024
 SIZES = {"64 KB": 64 * KIB, "1 MB": KIB**2, "16 MB": 16 * KIB**2, "64 MB": 64 * KIB**2}
 KINDS = ("none", "fp16", "bf16")
-LIMIT_S = 600
 
 
-def exchanges(backend: Any, count: int) -> dict[str, Any]:
-    """Return a compiled exchange of `count` float32 values for each kind of compression."""
+def measure(rounds: int) -> dict[str, Any]:
+    """Return each size's and kind's milliseconds on every rank of a launch."""
+    backend, _, gather = started()
+    times = {}
+    for name, size in SIZES.items():
+        sides = {f"{name} {kind}": partial(window, exchange(backend, size // 4, kind), 1) for kind in KINDS}
+        times |= in_turn(sides, rounds, gather)
+    return {"ms": times}
+
+
+def exchange(backend: Any, count: int, kind: Any) -> Callable[[], Any]:
+    """Return a compiled exchange of `count` float32 values."""
     import tensorflow as tf
 
     from hvdtrain.gradients.reduction import GradientReducer, ReductionOptions
 
     values = tf.Variable(tf.random.stateless_normal([count], [1, backend.index]))
-
-    def compiled(kind: Any) -> Any:
-        reducer = GradientReducer(backend, ReductionOptions("sum", kind))
-        return tf.function(
-            lambda: reducer.reduce([values.read_value()], ["values"], role=f"benchmark/{count}/{kind}")[0],
-            autograph=False,
-        )
-
-    return {kind: compiled(kind) for kind in KINDS}
+    reducer = GradientReducer(backend, ReductionOptions("sum", kind))
+    role = f"benchmark/{count}/{kind}"
+    return tf.function(lambda: reducer.reduce([values.read_value()], ["values"], role=role)[0][:1], autograph=False)
 
 
-def milliseconds(exchange: Any) -> float:
-    begin = time.perf_counter()
-    exchange()[:1].numpy()
-    return 1000.0 * (time.perf_counter() - begin)
-
-
-def measure(rounds: int) -> None:
-    """Run on every rank of a launch; rank 0 prints each size's and kind's times, those of the slowest rank."""
-    import hvdtrain
-
-    hvdtrain.init()
-    from hvdtrain.backends.select import backend_for
-    from hvdtrain.runtime.session import current
-
-    backend = backend_for(current())
-    times: dict[str, dict[str, list[float]]] = {}
-    for name, size in SIZES.items():
-        compiled = exchanges(backend, size // 4)
-        taken = [[milliseconds(compiled[kind]) for kind in KINDS] for _ in range(rounds + 1)][1:]
-        by_rank = [json.loads(text) for text in backend.gather_bytes(json.dumps(taken).encode(), timeout=LIMIT_S)]
-        slowest = np.max(by_rank, axis=0)
-        times[name] = {kind: slowest[:, column].tolist() for column, kind in enumerate(KINDS)}
-    if backend.primary:
-        print("TIMES " + json.dumps(times), flush=True)
-
-
-def launch(controller: str, arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
-    """Return milliseconds of each round, by size and kind."""
-    command = [*launcher(controller, arguments.ranks), sys.executable, __file__, "--rank"]
-    return dict(printed([*command, "--rounds", str(arguments.rounds)], "TIMES", limit_s=LIMIT_S))
-
-
-def report(controller: str, arguments: argparse.Namespace) -> list[dict[str, object]]:
-    """Measure one controller and print a line for each size."""
-    rows: list[dict[str, object]] = []
-    for size, times in launch(controller, arguments).items():
-        medians = {kind: float(np.median(values)) for kind, values in times.items()}
-        ratios = {kind: medians[kind] / medians["none"] for kind in KINDS}
-        print(
-            f"{controller:6} {arguments.ranks} ranks {size:>6}  none {medians['none']:8.2f} ms"
-            + "".join(f"   {kind} {medians[kind]:8.2f} ms ({ratios[kind]:.2f}x)" for kind in KINDS[1:]),
-            flush=True,
-        )
-        rows.append(
-            {"controller": controller, "size": size, "medians_ms": medians, "ratios": ratios, "times_ms": times}
-        )
-    return rows
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--controllers", nargs="+", choices=("mpirun", "gloo"), default=["mpirun", "gloo"])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--out", type=Path, help="write the figures with their settings to this JSON file")
-    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.rank:
-        measure(arguments.rounds)
-        return
-    results = [row for controller in arguments.controllers for row in report(controller, arguments)]
-    write(arguments, results)
+def main() -> int:
+    script = Script(__doc__, measure, rounds=15, ranks=2)
+    options = script.parsed()
+    for controller in options.controllers:
+        job = script.job("exchange", measure, controller=controller, ranks=options.ranks, rounds=options.rounds)
+        for run in script.measure([job]):
+            for size in SIZES:
+                times = {kind: run.figure("ms")[0][f"{size} {kind}"] for kind in KINDS}
+                print_times(f"{controller:6} {options.ranks} ranks {size:>6}", times, "none")
+    return script.exit_code()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

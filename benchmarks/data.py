@@ -15,19 +15,18 @@ over the samples each:
 Nothing else may run on the machine meanwhile.
 """
 
-import argparse
 import os
 import subprocess
 import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import write
+
+from hvdtrain.bench.script import Script, print_times
 
 BATCH = 128
 ARCHIVE = "cifar10-train.tar.gz"
@@ -106,17 +105,16 @@ def ours(kind: str, path: Path, cache: str) -> Any:
     return data.batches(0)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=10_000)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="write the figures with their settings to this JSON file")
-    arguments = parser.parse_args()
+def main() -> int:
+    script = Script(__doc__, rounds=5)
+    script.add_argument("--samples", type=int, default=10_000)
+    options = script.parsed()
+    steps = options.samples * 9 // 10 // BATCH
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         os.environ["HVDTRAIN_CACHE"] = str(folder / "cache")
-        images, tar, packed = prepare(folder, arguments.samples)
-        endless = {
+        images, tar, packed = prepare(folder, options.samples)
+        sides = {
             "class folders": ours("class_folders", images, "none"),
             "tar": ours("class_folders", tar, "none"),
             "packed": ours("tfrecord", packed, "none"),
@@ -125,37 +123,20 @@ def main() -> None:
             "by hand, files": iter(by_hand_files(images).repeat()),
             "by hand, records": iter(by_hand_records(packed).repeat()),
         }
-        results = measure(endless, arguments.samples * 9 // 10 // BATCH, arguments.rounds)
-    write(arguments, results)
-
-
-def measure(sides: dict[str, Any], steps: int, rounds: int) -> list[dict[str, object]]:
-    """Let all sides take turns, and print a line for each."""
-    rates: dict[str, list[float]] = {side: [] for side in sides}
-    for number in range(rounds + 1):
-        for side, stream in sides.items():
-            rate = steps * BATCH / timed(lambda stream=stream: [next(stream) for _ in range(steps)])
-            if number:  # the first round fills buffers and lets AUTOTUNE settle
-                rates[side].append(rate)
-    rows: list[dict[str, object]] = []
-    for side, values in rates.items():
-        ratios = {
-            name: float(np.median(np.array(values) / rates[name])) for name in ("by hand, files", "by hand, records")
-        }
-        middle = float(np.median(values))
-        print(
-            f"{side:18} {middle:9.0f} samples/s   {'   '.join(f'{r:.2f} of {n}' for n, r in ratios.items())}",
-            flush=True,
-        )
-        rows.append({"side": side, "samples_per_second": middle, "ratios": ratios, "rounds": values})
-    return rows
-
-
-def timed(work: Callable[[], Any]) -> float:
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
+        times: dict[str, list[float]] = {side: [] for side in sides}
+        for number in range(options.rounds + 1):
+            for side, stream in sides.items():
+                begin = time.perf_counter()
+                for _ in range(steps):
+                    next(stream)
+                if number:  # the first round fills buffers and lets AUTOTUNE settle
+                    times[side].append(1000.0 * (time.perf_counter() - begin) / steps)
+    rates = {side: f"{1000.0 * BATCH / np.median(values):9.0f} samples/s" for side, values in times.items()}
+    for base in ("by hand, files", "by hand, records"):
+        print_times(f"a batch of {BATCH}", times, base, rates)
+    script.record("a batch", {"batch": BATCH}, {"ms": times})
+    return script.exit_code()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -2,56 +2,70 @@
 
     python benchmarks/face.py --controllers mpirun gloo --rounds 5
 
-Both sides take turns in the same processes, a window of ten steps each, pinned alike and with the same settings of the
-exchange. A round's ratio is the median window of `fit` over that of the loop; the median and the range over the rounds
-are reported. Nothing else may run on the machine meanwhile.
+Both sides train the same model on the same data in the same processes, pinned alike and with the same settings of the
+exchange, and take turns, a window of ten steps each: `model.fit` with `hvdtrain.horovod.keras.DistributedOptimizer`,
+and Horovod's documented loop with its own tape. A round's ratio is the median window of `fit` over that of the loop;
+the median and the range over the rounds are reported. Nothing else may run on the machine meanwhile.
 """
 
-import argparse
 import sys
-from pathlib import Path
+import time
+from typing import Any
 
-import numpy as np
-from harness import launcher, printed, write
+from step_time import WARM_UP, WINDOW
 
-SIDES = Path(__file__).parent / "face_sides.py"
-LIMIT_S = 300
-
-
-def one_round(controller: str, arguments: argparse.Namespace) -> dict[str, float]:
-    """Return the median window of each side in milliseconds a step."""
-    command = [*launcher(controller, arguments.ranks), sys.executable, str(SIDES), arguments.model]
-    command += ["--batch", str(arguments.batch), "--windows", str(arguments.windows)]
-    windows = printed(command, "WINDOWS", limit_s=LIMIT_S)
-    return {side: float(np.median(values)) for side, values in windows.items()}
+from hvdtrain.bench.script import Script, print_times
+from hvdtrain.bench.suite import MODELS, bench_config
 
 
-def compare(controller: str, arguments: argparse.Namespace) -> dict[str, object]:
-    """Run all rounds under a controller and print their line."""
-    rounds = [one_round(controller, arguments) for _ in range(arguments.rounds)]
-    ratios = [each["face"] / each["plain"] for each in rounds]
-    low, middle, high = (float(v) for v in (min(ratios), np.median(ratios), max(ratios)))
-    face, plain = (float(np.median([each[side] for each in rounds])) for side in ("face", "plain"))
-    print(
-        f"{arguments.model:9} {controller:6} {arguments.ranks} rank(s)  plain loop {plain:8.2f} ms  fit {face:8.2f} ms"
-        f"  ratio {middle:.3f} ({low:.3f} .. {high:.3f})",
-        flush=True,
-    )
-    return {"controller": controller, "rounds_ms": rounds, "ratio": {"median": middle, "min": low, "max": high}}
+def measure(model: str, batch: int, windows: int) -> dict[str, Any]:
+    """Return each side's windows in milliseconds a step, without those in which something is traced."""
+    import keras
+
+    import hvdtrain.horovod.keras as hvd
+    from hvdtrain.bench.plain import PlainLoop, pin, window_of
+    from hvdtrain.models.registry import model_family
+    from hvdtrain.runtime.launchers import detect_environment
+
+    environment, config = detect_environment(), bench_config(model, batch=batch)
+    pin(environment)
+    hvd.init()
+    plain, face = PlainLoop(config, environment), PlainLoop(config, environment)
+    steps = plain.steps(WINDOW)
+    times: dict[str, list[float]] = {"plain": [], "face": []}
+
+    class TakingTurns(keras.callbacks.Callback):
+        """Times each window of `fit`, and then lets the plain loop take one."""
+
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            if batch % WINDOW == 0:
+                self.begin = time.perf_counter()
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if (batch + 1) % WINDOW == 0:
+                times["face"].append(1000.0 * (time.perf_counter() - self.begin) / WINDOW)
+                times["plain"].append(window_of(steps, WINDOW))
+
+    face.model.compile(hvd.DistributedOptimizer(face.optimizer), model_family(config.model).loss())
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), TakingTurns()]
+    face.model.fit(face.batches(), steps_per_epoch=windows * WINDOW, verbose=0, callbacks=callbacks)
+    return {f"{side}_ms": values[WARM_UP:] for side, values in times.items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="resnet20")
-    parser.add_argument("--controllers", nargs="+", default=["mpirun", "gloo"])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--windows", type=int, default=24, help="windows of ten steps, the first four not counted")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="write the figures with their settings to this JSON file")
-    arguments = parser.parse_args()
-    write(arguments, [compare(controller, arguments) for controller in arguments.controllers])
+def main() -> int:
+    script = Script(__doc__, measure, rounds=5, ranks=2)
+    script.add_argument("--model", choices=tuple(MODELS), default="resnet20")
+    script.add_argument("--batch", type=int, default=64)
+    script.add_argument("--windows", type=int, default=24, help="windows of ten steps, the first four not counted")
+    options = script.parsed()
+    given = {"model": options.model, "batch": options.batch, "windows": options.windows}
+    for controller in options.controllers:
+        job = script.job("in turn", measure, controller=controller, ranks=options.ranks, **given)
+        for run in script.measure([job], options.rounds, limit_s=300):
+            times = {"plain loop": run.medians("plain_ms"), "fit": run.medians("face_ms")}
+            print_times(f"{options.model:9} {controller:6} {options.ranks} rank(s)", times, "plain loop")
+    return script.exit_code()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

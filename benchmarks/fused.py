@@ -8,17 +8,16 @@ backward, ten times over; and it forms the cross-entropy of 512 labels out of 8,
 are medians of processor time, which other work on the machine disturbs least, and the ratio of the medians.
 """
 
-import argparse
+import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
-from harness import write
 
+from hvdtrain.bench.script import Script, print_times
 from hvdtrain.layers.fused_batch_norm import fused_normalization, fusible_layers
 from hvdtrain.optim.fused import fused_updates
 from hvdtrain.training.objective.cross_entropy import sparse_cross_entropy
@@ -100,38 +99,35 @@ def cross_entropy(*, fused: bool) -> Callable[[], Any]:
     return tf.function(passes)
 
 
-def compare(what: str, sides: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Any]:
-    """Let the sides take turns; return their times in milliseconds."""
+def compare(script: Script, what: str, sides: dict[str, Callable[[], Any]], rounds: int) -> None:
+    """Let the sides take turns, and print and record their milliseconds of processor time."""
     times: dict[str, list[float]] = {side: [] for side in sides}
     for _ in range(WARM_UP + rounds):
         for side, run in sides.items():
             begin = time.process_time()
             run()
             times[side].append(1000.0 * (time.process_time() - begin))
-    medians = {side: float(np.median(values[WARM_UP:])) for side, values in times.items()}
-    ratio = medians["keras"] / medians["fused"]
-    print(f"{what:26} keras {medians['keras']:7.1f} ms   fused {medians['fused']:7.1f} ms   {ratio:.2f}x")
-    return {"what": what, "ratio": ratio, "medians_ms": medians}
+    counted = {side: values[WARM_UP:] for side, values in times.items()}
+    medians = {side: float(np.median(values)) for side, values in counted.items()}
+    print_times(f"{what:26}", counted, "keras", {"fused": f"{medians['keras'] / medians['fused']:.2f}x as fast"})
+    script.record(what, {}, {f"{side}_ms": values for side, values in counted.items()})
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--out", type=Path, default=None)
-    arguments = parser.parse_args()
+def main() -> int:
+    script = Script(__doc__, rounds=15)
+    options = script.parsed()
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(1)
     ways = {"keras": False, "fused": True}
-    results = []
     for kind in ("dense", "sparse"):
         for name in OPTIMIZERS:
             sides = {side: update(name, kind, fused=fused) for side, fused in ways.items()}
-            results.append(compare(f"{name}, {kind}", sides, arguments.rounds))
+            compare(script, f"{name}, {kind}", sides, options.rounds)
     for name, both_passes in (("batch normalization", normalization), ("cross-entropy", cross_entropy)):
         sides = {side: both_passes(fused=fused) for side, fused in ways.items()}
-        results.append(compare(name, sides, arguments.rounds))
-    write(arguments, results)
+        compare(script, name, sides, options.rounds)
+    return script.exit_code()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -8,75 +8,49 @@ largest process; times and memory also as fractions of the first side's, formed 
 TensorFlow's oneDNN has an allocator of its own, which keeps memory whatever glibc does.
 """
 
-import argparse
-import statistics
-from pathlib import Path
-from typing import Any
+import sys
+from dataclasses import replace
 
-from harness import write
+import numpy as np
 
-from hvdtrain.bench.catalog import MODELS, bench_model
-from hvdtrain.bench.launching import LaunchFailed, ask
-from hvdtrain.bench.plan import Point
-from hvdtrain.bench.suite import Launching, command_of
-from hvdtrain.bench.timing import WORD
+from hvdtrain.bench.engine import Job
+from hvdtrain.bench.script import Script, print_times
+from hvdtrain.bench.suite import MODELS, Launching, Point, bench_model, job_of
 
 SIDES = ["horovod-mpi:keep", "horovod-mpi:system", "plain-mpi:keep", "plain-gloo:keep", "mirrored:keep"]
 SIDES += ["multi_worker_mirrored:keep"]
 
 
-def launched(side: str, model: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return what one launch of a side answers, with the median of its windows."""
-    name, _, malloc = side.partition(":")
-    batch = bench_model(model).config.data.batch
-    point = Point(name, model, arguments.ranks, batch, "float32", 1)
-    sizes = {"windows": arguments.windows, "warm_up": 1, "steps": arguments.steps}
-    command = command_of(point, Launching(**sizes, breakdown=False, malloc=malloc or "keep"))
-    answer = ask(command, WORD, limit_s=arguments.limit)
-    found = {name: answer.value[name] for name in ("cpu_s", "kernel_share", "page_faults")}
-    found |= {"step_ms": statistics.median(answer.value["windows_ms"]), "peak_mib": max(answer.value["peak_rss_mib"])}
-    return {**found, "foreign_cores": answer.foreign_cores}
+def main() -> int:
+    script = Script(__doc__, rounds=3)
+    script.add_argument("--models", nargs="+", choices=tuple(MODELS), default=["resnet20", "lm", "mlp", "digits"])
+    script.add_argument("--sides", nargs="+", metavar="SIDE:MALLOC", default=SIDES)
+    script.add_argument("--ranks", type=int, default=2)
+    script.add_argument("--windows", type=int, default=5)
+    script.add_argument("--steps", type=int, help="steps of a window; by default the model's own")
+    script.add_argument("--limit", type=float, default=300, help="seconds that a launch may take")
+    options = script.parsed()
 
+    def job(words: str, model: str) -> Job:
+        name, _, malloc = words.partition(":")
+        how = Launching(windows=options.windows, warm_up=1, steps=options.steps, breakdown=False)
+        point = Point(name, model, options.ranks, bench_model(model).batch)
+        return replace(job_of(point, replace(how, malloc=malloc or "keep")), name=words)
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=["resnet20", "lm", "mlp", "digits"])
-    parser.add_argument("--sides", nargs="+", metavar="SIDE:MALLOC", default=SIDES)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--windows", type=int, default=5)
-    parser.add_argument("--steps", type=int, help="steps of a window; by default the model's own")
-    parser.add_argument("--limit", type=float, default=300, help="seconds that a launch may take")
-    parser.add_argument("--out", type=Path, help="write the figures with their settings to this JSON file")
-    arguments = parser.parse_args()
-    results: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    for model in arguments.models:
-        rounds: dict[str, list[dict[str, Any]]] = {side: [] for side in arguments.sides}
-        for number in range(arguments.rounds):
-            for side in arguments.sides[:: 1 if number % 2 == 0 else -1]:
-                try:
-                    rounds[side].append(launched(side, model, arguments))
-                except LaunchFailed as error:
-                    print(f"{model:9} {side:27} {error}")
-        results[model] = rounds
-        for side in (side for side in arguments.sides if len(rounds[side]) == arguments.rounds):
-            print(line(model, side, rounds[side], rounds[arguments.sides[0]]), flush=True)
-    write(arguments, results)
-
-
-def line(model: str, side: str, rounds: list[dict[str, Any]], first: list[dict[str, Any]]) -> str:
-    """Return the medians of a side."""
-    median = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
-    time, peak = (
-        statistics.median(one[name] / other[name] for one, other in zip(rounds, first, strict=True))
-        for name in ("step_ms", "peak_mib")
-    )
-    return (
-        f"{model:9} {side:27} {median['step_ms']:8.1f} ms ({time:.2f})  {median['page_faults']:9,.0f} faults a step  "
-        f"{median['kernel_share']:4.0%} in the kernel  CPU {median['cpu_s']:.3f} s  "
-        f"{median['peak_mib']:6.0f} MiB ({peak:.2f})  {median['foreign_cores']:.2f} cores busy elsewhere"
-    )
+    for model in options.models:
+        runs = script.measure([job(side, model) for side in options.sides], options.rounds, limit_s=options.limit)
+        peaks = {run.name: [max(values) for values in run.figure("peak_rss_mib")] for run in runs}
+        first, notes = peaks.get(options.sides[0]), {}
+        for run in runs:
+            faults, kernel, cpu_s = (np.median(run.figure(name)) for name in ("page_faults", "kernel_share", "cpu_s"))
+            mine = np.array(peaks[run.name])
+            notes[run.name] = (
+                f"{faults:9,.0f} faults a step  {kernel:4.0%} in the kernel  CPU {cpu_s:.3f} s  {np.median(mine):6.0f} "
+                f"MiB" + (f" ({np.median(mine / np.array(first)):.2f})" if first else "")
+            )
+        print_times(f"{model:9}", {run.name: run.medians("windows_ms") for run in runs}, options.sides[0], notes)
+    return script.exit_code()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

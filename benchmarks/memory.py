@@ -18,19 +18,21 @@ measured may lie below it. With several (`--accumulate`) each rank keeps the sum
 stage 2 on of its slices.
 """
 
-import argparse
-import json
 import os
-import re
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import FREEING, launcher, printed, write
 
-LIMIT_S = 600
+from hvdtrain.bench.script import Script, started
+from hvdtrain.bench.timing import forget_peak, peak_rss_mib
+
+BLOCK_BYTES = 64 * 1024
+"""Larger blocks of memory go back to the system at once."""
+FREEING = ("env", "TF_ENABLE_ONEDNN_OPTS=0", f"MALLOC_MMAP_THRESHOLD_={BLOCK_BYTES}")
+"""Starts a command whose peak of memory is what it needs: oneDNN's allocator would keep what was freed for the next
+step, and the C library would keep blocks of less than some megabytes."""
 WARM_UP, STEPS = 4, 6
 SAMPLES = 8
 """Of a microbatch on each rank."""
@@ -45,37 +47,22 @@ FORMULAS: dict[int, Callable[[int], float]] = {
 """Bytes for each parameter, by stage."""
 
 
-def peak_bytes() -> int:
-    """Return the peak of this process's resident memory since `forget_peak`."""
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None, "Linux tells it"
-    return int(found[1]) * 1024
-
-
-def forget_peak() -> None:
-    """Let `peak_bytes` begin anew."""
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def measure(stage: int, depth: int, width: int, prefetch: int, accumulate: int) -> None:
-    """Run on every rank of a launch; rank 0 prints the largest peak, and the number of parameters."""
+def measure(stage: int, depth: int, width: int, prefetch: int, accumulate: int) -> dict[str, Any]:
+    """Return the largest peak of all ranks, and the number of parameters."""
     import hvdtrain
 
-    hvdtrain.init()
+    *_, gather = started()
     import keras
 
     layers = [keras.layers.Dense(width, "tanh") for _ in range(depth)]
     options = {"zero": stage, "zero_prefetch": prefetch if stage == 3 else 0, "accumulate": accumulate}
     trainer = hvdtrain.Trainer(keras.Sequential([keras.Input((width,)), *layers]), "adam", "mse", **options)
-    peak = peak_of_steps(trainer, width, accumulate)
-    everyone = trainer.backend.gather_bytes(str(peak).encode(), timeout=LIMIT_S)
-    if trainer.backend.primary:
-        found = {"peak": max(map(int, everyone)), "parameters": trainer.state.parameters()}
-        print("MEMORY " + json.dumps(found), flush=True)
+    peaks = gather(peak_of_steps(trainer, width, accumulate))
+    return {"peak_mib": max(peaks), "parameters": trainer.state.parameters()}
 
 
-def peak_of_steps(trainer: Any, width: int, accumulate: int) -> int:
-    """Return the peak of a few steps; in `fit`, callbacks would be shown whole weights between two of them."""
+def peak_of_steps(trainer: Any, width: int, accumulate: int) -> float:
+    """Return the peak of a few steps in MiB; in `fit`, callbacks would be shown whole weights between two of them."""
     from hvdtrain.training.inputs import training_data
 
     batch = SAMPLES * accumulate * trainer.backend.size
@@ -88,61 +75,50 @@ def peak_of_steps(trainer: Any, width: int, accumulate: int) -> int:
         if number == WARM_UP:
             forget_peak()
         step(next(batches), measure=False).totals.numpy()
-    return peak_bytes()
+    return peak_rss_mib()
 
 
-def report(setting: dict[str, Any], arguments: argparse.Namespace) -> dict[str, object]:
-    """Measure two depths and print what a parameter takes."""
-    less, more = (launched(setting, depth, arguments) for depth in arguments.depths)
-    layers = arguments.depths[1] - arguments.depths[0]
-    activations = layers * ACTIVATIONS * SAMPLES * arguments.width * 4
-    measured = (more["peak"] - less["peak"] - activations) / (more["parameters"] - less["parameters"])
-    formula = FORMULAS[setting["stage"]](setting["ranks"])
+def main() -> int:
+    script = Script(__doc__, measure)
+    script.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
+    script.add_argument("--stages", nargs="+", type=int, choices=tuple(FORMULAS), default=list(FORMULAS))
+    script.add_argument("--controllers", nargs="+", choices=("mpirun", "gloo"), default=["mpirun"])
+    script.add_argument("--width", type=int, default=2048, help="of each layer, with width x width weights")
+    script.add_argument("--depths", nargs=2, type=int, default=[6, 22])
+    script.add_argument("--accumulate", nargs="+", type=int, default=[1], help="microbatches of a step")
+    script.add_argument("--prefetch", type=int, default=0, help="of stage 3")
+    options = script.parsed()
+    print(f"{os.cpu_count()} cores, {SAMPLES} samples on each rank, layers of {options.width}")
+    settings = [
+        {"stage": stage, "ranks": ranks, "controller": controller, "accumulate": accumulate}
+        for controller in options.controllers
+        for ranks in options.ranks
+        for accumulate in options.accumulate
+        for stage in options.stages
+    ]
+    for setting in settings:
+        given = {"width": options.width, "prefetch": options.prefetch, **setting}
+        jobs = [script.job(f"depth {depth}", measure, before=FREEING, depth=depth, **given) for depth in options.depths]
+        runs = script.measure(jobs, limit_s=600)
+        if len(runs) == 2:
+            print_setting(setting, [run.rounds[0].figures for run in runs], options)
+    return script.exit_code()
+
+
+def print_setting(setting: dict[str, Any], figures: list[Any], options: Any) -> None:
+    """Print what a parameter takes, by the difference of two depths."""
+    less, more = figures
+    layers = options.depths[1] - options.depths[0]
+    activations = layers * ACTIVATIONS * SAMPLES * options.width * 4
+    grown = (more["peak_mib"] - less["peak_mib"]) * 2**20 - activations
+    measured, formula = grown / (more["parameters"] - less["parameters"]), FORMULAS[setting["stage"]](setting["ranks"])
     print(
         f"{setting['controller']:6} {setting['ranks']} ranks   zero={setting['stage']}   "
         f"accumulate={setting['accumulate']}   {measured:6.2f} bytes a parameter   formula {formula:6.2f}   "
-        f"{100 * (measured / formula - 1):+5.1f} %   (peaks {less['peak'] >> 20} and {more['peak'] >> 20} MiB)",
+        f"{100 * (measured / formula - 1):+5.1f} %   (peaks {less['peak_mib']:.0f} and {more['peak_mib']:.0f} MiB)",
         flush=True,
     )
-    return {**setting, "bytes": measured, "formula": formula}
-
-
-def launched(setting: dict[str, Any], depth: int, arguments: argparse.Namespace) -> dict[str, int]:
-    """Return what `measure` prints, of a launch of its own."""
-    sizes = {"stage": setting["stage"], "accumulate": setting["accumulate"]}
-    sizes |= {"depth": depth, "width": arguments.width, "prefetch": arguments.prefetch}
-    words = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
-    command = [*launcher(setting["controller"], setting["ranks"]), *FREEING, sys.executable, __file__, *words]
-    found: dict[str, int] = printed(command, "MEMORY", limit_s=LIMIT_S)
-    return found
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
-    parser.add_argument("--stages", nargs="+", type=int, choices=tuple(FORMULAS), default=list(FORMULAS))
-    parser.add_argument("--controllers", nargs="+", choices=("mpirun", "gloo"), default=["mpirun"])
-    parser.add_argument("--width", type=int, default=2048, help="of each layer, with width x width weights")
-    parser.add_argument("--depths", nargs=2, type=int, default=[6, 22])
-    parser.add_argument("--accumulate", nargs="+", type=int, default=[1], help="microbatches of a step")
-    parser.add_argument("--prefetch", type=int, default=0, help="of stage 3")
-    parser.add_argument("--out", type=Path, help="write the figures with their settings to this JSON file")
-    parser.add_argument("--stage", type=int, choices=tuple(FORMULAS), help=argparse.SUPPRESS)
-    parser.add_argument("--depth", type=int, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.stage is not None:
-        measure(arguments.stage, arguments.depth, arguments.width, arguments.prefetch, arguments.accumulate[0])
-        return
-    print(f"{os.cpu_count()} cores, {SAMPLES} samples on each rank, layers of {arguments.width}")
-    results = [
-        report({"stage": stage, "ranks": ranks, "controller": controller, "accumulate": accumulate}, arguments)
-        for controller in arguments.controllers
-        for ranks in arguments.ranks
-        for accumulate in arguments.accumulate
-        for stage in arguments.stages
-    ]
-    write(arguments, results)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -20,19 +20,16 @@ over the rounds, per microbatch, and their ratios to `plain`. What the exchange 
 prints the peak memory of one process with and without accumulation and recomputation, each in a process of its own.
 """
 
-import argparse
-import json
-import resource
 import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
-from harness import launcher, printed, write
 
-LIMIT_S = 900
+from hvdtrain.bench.script import Script, print_times, started
+from hvdtrain.bench.timing import in_turn, peak_rss_mib, window
+
 MODELS = {
     "mlp": ("mlp", {"depth": 4, "width": 3072}, (32, 32, 3), 10, 32),
     "lm": ("transformer", {"depth": 6, "width": 320, "heads": 5}, (128,), 8192, 4),
@@ -128,129 +125,67 @@ def ours(name: str, backend: Any, microbatch: int, options: dict[str, Any], opti
     return step
 
 
-def window(step: Callable[[], Any], steps: int) -> float:
-    """Return milliseconds a step."""
-    begin = time.perf_counter()
-    for _ in range(steps - 1):
-        step()
-    step().numpy()
-    return 1000.0 * (time.perf_counter() - begin) / steps
-
-
-def measure(name: str, variants: list[str], steps: int, rounds: int) -> None:
-    """Run on every rank of a launch; rank 0 prints each variant's windows, those of the slowest rank."""
-    import hvdtrain
-
-    hvdtrain.init()
-    from hvdtrain.backends.select import backend_for
-    from hvdtrain.backends.single import SingleBackend
-    from hvdtrain.runtime.session import current
-
-    backend, alone = backend_for(current()), SingleBackend(current())
-    microbatch = MODELS[name][4]
-    runs = {"plain": plain(name)}
+def measure(model: str, variants: list[str], steps: int, rounds: int) -> dict[str, Any]:
+    """Return each variant's windows in milliseconds a step, those of the slowest rank."""
+    backend, alone, gather = started()
+    runs = {"plain": plain(model)}
     for variant in variants:
-        runs[variant] = ours(name, alone if variant == "alone" else backend, microbatch, VARIANTS[variant])
-    taken: dict[str, list[float]] = {variant: [] for variant in runs}
-    for number in range(rounds + 1):
-        for variant, step in runs.items():
-            backend.gather_bytes(b"", timeout=LIMIT_S)  # nobody computes while others begin
-            milliseconds = window(step, steps if number else 3)
-            if number:
-                taken[variant].append(milliseconds)
-    by_rank = [json.loads(text) for text in backend.gather_bytes(json.dumps(taken).encode(), timeout=LIMIT_S)]
-    if backend.primary:
-        slowest = {variant: np.max([times[variant] for times in by_rank], axis=0).tolist() for variant in taken}
-        print("TIMES " + json.dumps(slowest), flush=True)
+        runs[variant] = ours(model, alone if variant == "alone" else backend, MODELS[model][4], VARIANTS[variant])
+    sides = {variant: partial(window, step, steps) for variant, step in runs.items()}
+    return {"ms": in_turn(sides, rounds, gather)}
 
 
-def report(name: str, controller: str, arguments: argparse.Namespace) -> dict[str, object]:
-    """Measure one model under one controller and print a line for each variant."""
-    command = [*launcher(controller, arguments.ranks), sys.executable, __file__, "--rank", name]
-    command += ["--steps", str(arguments.steps), "--rounds", str(arguments.rounds), "--variants", *arguments.variants]
-    times = printed(command, "TIMES", limit_s=LIMIT_S)
-    samples = MODELS[name][4] * arguments.ranks
-    medians = {variant: float(np.median(values)) for variant, values in times.items()}
-    rows: dict[str, object] = {}
-    for variant, values in times.items():
-        count = VARIANTS.get(variant, {}).get("accumulate", 1)
-        ratios = np.array(values) / count / np.array(times["plain"])
-        exchange = 1000.0 * (medians[variant] - count * medians["alone"]) / (count * samples)
-        row = {"ms": medians[variant], "per_microbatch_to_plain": float(np.median(ratios)), "exchange_us": exchange}
-        rows[variant] = {**row, "ratio_min": float(ratios.min()), "ratio_max": float(ratios.max()), "times_ms": values}
-        print(
-            f"{name:9} {controller:6} {variant:25} {row['ms']:8.2f} ms a step   per microbatch "
-            f"{row['per_microbatch_to_plain']:.3f} of plain ({ratios.min():.3f} .. {ratios.max():.3f})   "
-            f"over alone {exchange:8.1f} us a sample",
-            flush=True,
-        )
-    return {"model": name, "controller": controller, "ranks": arguments.ranks, "variants": rows}
-
-
-def use_memory(variant: str) -> None:
-    """Take a few steps in this process and print its peak resident memory."""
-    import hvdtrain
-
-    hvdtrain.init()
-    from hvdtrain.backends.single import SingleBackend
-    from hvdtrain.runtime.session import current
-    from hvdtrain.training.options import step_options
-
+def use_memory(variant: str) -> dict[str, Any]:
+    """Take a few steps in this process and return its peak resident memory."""
+    _, alone, _ = started()
     name, options = MEMORY[variant]
-    accumulate = step_options(options).accumulate
-    step = ours(name, SingleBackend(current()), MEMORY_BATCH[name] // accumulate, options)
+    accumulate = options.get("accumulate", 1)
+    step = ours(name, alone, MEMORY_BATCH[name] // accumulate, options)
     for _ in range(4):
         step().numpy()
-    milliseconds = float(np.median([window(step, 3) for _ in range(5)]))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    windows = [window(step, 3) for _ in range(5)]
     parameters = build(name).count_params() * 4 / 2**20
-    print("MEMORY " + json.dumps({"peak_mib": peak, "parameters_mib": parameters, "ms": milliseconds}), flush=True)
+    return {"peak_mib": peak_rss_mib(), "parameters_mib": parameters, "windows_ms": windows}
 
 
-def report_memory() -> list[dict[str, object]]:
-    rows = []
-    for variant in MEMORY:
-        found = printed([sys.executable, __file__, "--memory-of", variant], "MEMORY", limit_s=LIMIT_S)
-        print(
-            f"{variant:20} peak {found['peak_mib']:7.0f} MiB   parameters {found['parameters_mib']:6.1f} MiB   "
-            f"{found['ms']:8.1f} ms a step",
-            flush=True,
-        )
-        rows.append({"variant": variant, **found})
-    return rows
+def print_variants(title: str, times: dict[str, list[float]], samples: int) -> None:
+    """Print a line for each variant, with its times per microbatch; `samples` is that of all ranks."""
+    counts = {variant: VARIANTS.get(variant, {}).get("accumulate", 1) for variant in times}
+    each = {variant: [value / counts[variant] for value in values] for variant, values in times.items()}
+    notes = {}
+    if "alone" in each:
+        over = {variant: np.median(values) - np.median(each["alone"]) for variant, values in each.items()}
+        notes = {variant: f"over alone {1000.0 * value / samples:8.1f} us a sample" for variant, value in over.items()}
+    print_times(f"{title}  per microbatch", each, "plain", notes)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=["mlp", "lm", "resnet20"])
-    parser.add_argument("--controllers", nargs="+", choices=("mpirun", "gloo"), default=["mpirun", "gloo"])
-    parser.add_argument(
+def main() -> int:
+    script = Script(__doc__, measure, use_memory, rounds=7, ranks=2)
+    script.add_argument("--models", nargs="+", choices=tuple(MODELS), default=["mlp", "lm", "resnet20"])
+    script.add_argument(
         "--variants",
         nargs="+",
         choices=tuple(VARIANTS),
         default=[name for name in VARIANTS if name != "precision=mixed_float16"],
         help="alone is needed; fp16, which CPUs compute hundreds of times as slowly, must be asked for",
     )
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=4, help="steps of a window")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--memory", action="store_true", help="measure memory instead of time")
-    parser.add_argument("--out", type=Path, help="write the figures with their settings to this JSON file")
-    parser.add_argument("--rank", choices=tuple(MODELS), help=argparse.SUPPRESS)
-    parser.add_argument("--memory-of", choices=tuple(MEMORY), help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.rank:
-        measure(arguments.rank, arguments.variants, arguments.steps, arguments.rounds)
-        return
-    if arguments.memory_of:
-        use_memory(arguments.memory_of)
-        return
-    if arguments.memory:
-        results: list[Any] = report_memory()
-    else:
-        results = [report(name, kind, arguments) for name in arguments.models for kind in arguments.controllers]
-    write(arguments, results)
+    script.add_argument("--steps", type=int, default=4, help="steps of a window")
+    script.add_argument("--memory", action="store_true", help="measure memory instead of time")
+    options = script.parsed()
+    if options.memory:
+        for run in script.measure([script.job(name, use_memory, variant=name) for name in MEMORY]):
+            peak, parameters = run.figure("peak_mib")[0], run.figure("parameters_mib")[0]
+            print(f"{run.name:20} peak {peak:7.0f} MiB   parameters {parameters:6.1f} MiB")
+        return script.exit_code()
+    given = {"variants": options.variants, "steps": options.steps, "rounds": options.rounds}
+    for name in options.models:
+        for controller in options.controllers:
+            job = script.job("in turn", measure, controller=controller, ranks=options.ranks, model=name, **given)
+            for run in script.measure([job]):
+                samples = MODELS[name][4] * options.ranks
+                print_variants(f"{name:9} {controller:6}", run.figure("ms")[0], samples)
+    return script.exit_code()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

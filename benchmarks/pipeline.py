@@ -18,15 +18,14 @@ On a transformer the line's slope holds the exchange between stages, too, and it
 microbatches: the update. Nothing else may run meanwhile.
 """
 
-import argparse
-import json
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import launcher, printed, write
+
+from hvdtrain.bench.script import Script
+from hvdtrain.runtime.launchers import detect_environment
 
 CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2}
 """Stages on each rank, by schedule."""
@@ -34,7 +33,6 @@ LENGTH, VOCABULARY, SAMPLES = 128, 8192, 4
 """Tokens of a sequence, and sequences of a microbatch, of the transformer."""
 WARM_UP = 3
 """Steps that are not counted, of which the first compiles."""
-LIMIT_S = 900
 
 
 def sleeping(seconds: float) -> Any:
@@ -126,68 +124,60 @@ def clock(seconds: list[float]) -> Any:
     return Clock()
 
 
-def train(words: list[str]) -> None:
-    """Run on every rank of a launch; rank 0 prints what each of the schedules took."""
+def measure(stage_s: float, steps: int, counts: list[int]) -> dict[str, Any]:
+    """Return the median step in milliseconds of each schedule and number of microbatches."""
     import hvdtrain
 
-    stage_s = float(words[0])
-    ranks, steps, *counts = map(int, words[1:])
-    hvdtrain.init(parallel=f"pp={ranks}")
+    hvdtrain.init(parallel="pp=-1")
+    ranks = detect_environment().size
     found = {}
     for schedule in CHUNKS:
-        usable = [count for count in counts if schedule != "interleaved" or count % ranks == 0]
-        found[schedule] = {count: float(np.median(trained(stage_s, schedule, count, ranks, steps))) for count in usable}
-    if hvdtrain.rank() == 0:
-        print("RUN " + json.dumps(found), flush=True)
+        for count in counts:
+            if schedule != "interleaved" or count % ranks == 0:
+                seconds = np.median(trained(stage_s, schedule, count, ranks, steps))
+                found[f"{schedule} {count}"] = 1e3 * float(seconds)
+    return {"ms": found}
 
 
-def compare(controller: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Run one launch and print a line for each schedule and number of microbatches."""
+def print_schedule(title: str, schedule: Any, times: dict[int, float], stage_s: float, ranks: int) -> None:
+    """Print a line for each number of microbatches."""
     from hvdtrain.parallel.pipeline.schedule import ideal_bubble, messages_in_turn, schedule_of
 
-    def waits(schedule: Any, count: int) -> int:
-        chunks, ranks = CHUNKS[schedule], arguments.ranks
+    chunks, each = CHUNKS[schedule], 1e3 * stage_s
+    if not stage_s:
+        each = float(np.polyfit(list(times), list(times.values()), 1)[0]) if len(times) > 1 else float("nan")
+    for count, milliseconds in times.items():
         schedules = [schedule_of(schedule, rank, ranks, count, chunks) for rank in range(ranks)]
-        return messages_in_turn(schedules, lambda action: 1.0 if action.kind == "forward" else 2.0, ranks * chunks)
-
-    stage_s = 0 if arguments.stages == "lm" else arguments.stage_ms / 1e3
-    words = [str(stage_s), str(arguments.ranks), str(arguments.steps), *map(str, arguments.microbatches)]
-    command = [*launcher(controller, arguments.ranks), sys.executable, __file__, "--train", *words]
-    found: dict[str, dict[str, float]] = printed(command, "RUN", limit_s=LIMIT_S)
-    rows = []
-    for schedule, steps in found.items():
-        times = {int(count): seconds for count, seconds in steps.items()}
-        each = stage_s
-        if arguments.stages == "lm":
-            each = float(np.polyfit(list(times), list(times.values()), 1)[0]) if len(times) > 1 else float("nan")
-        for count, seconds in times.items():
-            idle, formula = 1 - count * each / seconds, ideal_bubble(arguments.ranks, count, CHUNKS[schedule])
-            row = {"schedule": schedule, "microbatches": count, "s": seconds, "idle": idle, "formula": formula}
-            rows.append({**row, "waits": waits(schedule, count)})
-            print(
-                f"{arguments.stages} {controller:6} {arguments.ranks} ranks {schedule:11} {count:3} microbatches "
-                f"{1e3 * seconds:8.1f} ms   idle {100 * idle:5.1f} %   formula {100 * formula:5.1f} %   "
-                f"waits for {waits(schedule, count)}",
-                flush=True,
-            )
-    return {"controller": controller, "rows": rows}
+        waits = messages_in_turn(schedules, lambda action: 1.0 if action.kind == "forward" else 2.0, ranks * chunks)
+        print(
+            f"{title} {ranks} ranks {schedule:11} {count:3} microbatches {milliseconds:8.1f} ms   "
+            f"idle {100 * (1 - count * each / milliseconds):5.1f} %   "
+            f"formula {100 * ideal_bubble(ranks, count, chunks):5.1f} %   waits for {waits}",
+            flush=True,
+        )
 
 
-def main() -> None:
-    if sys.argv[1:2] == ["--train"]:
-        train(sys.argv[2:])
-        return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stages", choices=("simulated", "lm"), default="simulated")
-    parser.add_argument("--stage-ms", type=float, default=60, help="time of a rank's stages for one microbatch")
-    parser.add_argument("--ranks", type=int, choices=(2, 4), default=2)
-    parser.add_argument("--controllers", nargs="+", choices=["mpirun", "gloo"], default=["mpirun", "gloo"])
-    parser.add_argument("--microbatches", nargs="+", type=int, default=[2, 4, 8])
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--out", type=Path, help="write the figures with their settings to this JSON file")
-    arguments = parser.parse_args()
-    write(arguments, [compare(controller, arguments) for controller in arguments.controllers])
+def main() -> int:
+    script = Script(__doc__, measure)
+    script.add_argument("--stages", choices=("simulated", "lm"), default="simulated")
+    script.add_argument("--stage-ms", type=float, default=60, help="time of a rank's stages for one microbatch")
+    script.add_argument("--ranks", type=int, choices=(2, 4), default=2)
+    script.add_argument("--controllers", nargs="+", choices=["mpirun", "gloo"], default=["mpirun", "gloo"])
+    script.add_argument("--microbatches", nargs="+", type=int, default=[2, 4, 8])
+    script.add_argument("--steps", type=int, default=10)
+    options = script.parsed()
+    stage_s = 0.0 if options.stages == "lm" else options.stage_ms / 1e3
+    for controller in options.controllers:
+        given = {"stage_s": stage_s, "steps": options.steps, "counts": options.microbatches}
+        for run in script.measure(
+            [script.job("pipeline", measure, controller=controller, ranks=options.ranks, **given)]
+        ):
+            found = {tuple(name.split()): milliseconds for name, milliseconds in run.figure("ms")[0].items()}
+            for schedule in CHUNKS:
+                times = {int(count): ms for (kind, count), ms in found.items() if kind == schedule}
+                print_schedule(f"{options.stages} {controller:6}", schedule, times, stage_s, options.ranks)
+    return script.exit_code()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

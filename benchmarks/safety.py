@@ -15,19 +15,17 @@ even rounds and in the other in odd ones. A side's time is its median epoch, per
 rounds and the ratios to `plain` (of an elastic job: to `elastic`) of the same round. Nothing else may run meanwhile.
 """
 
-import argparse
-import json
 import sys
 import tempfile
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from harness import launcher, printed, write
 from options import MODELS, build, samples
 
-LIMIT_S = 600
+from hvdtrain.bench.script import Script, print_times
+
 WARM_UP = 1
 NEVER = 10**9
 SIDES: dict[str, dict[str, dict[str, Any]]] = {
@@ -43,8 +41,8 @@ SIDES: dict[str, dict[str, dict[str, Any]]] = {
 """Each side's arguments of `hvdtrain.init`, `Trainer` and `fit`."""
 
 
-def train(name: str, side: str, steps: int, epochs: int) -> None:
-    """Run on every rank of a launch; rank 0 prints the milliseconds a step of each epoch."""
+def train(model: str, side: str, steps: int, epochs: int) -> dict[str, Any]:
+    """Return the milliseconds a step of each epoch."""
     import keras
 
     import hvdtrain
@@ -60,79 +58,54 @@ def train(name: str, side: str, steps: int, epochs: int) -> None:
             times.append(1000.0 * (time.perf_counter() - self.begin) / steps)
 
     times: list[float] = []
-    batch = MODELS[name][4] * hvdtrain.size()
+    batch = MODELS[model][4] * hvdtrain.size()
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     trainer = hvdtrain.Trainer(
-        lambda: build(name), lambda: keras.optimizers.SGD(1e-3), loss, **arguments.get("trainer", {})
+        lambda: build(model), lambda: keras.optimizers.SGD(1e-3), loss, **arguments.get("trainer", {})
     )
-    data = samples(name, batch * steps)
+    data = samples(model, batch * steps)
     trainer.fit(*data, batch=batch, epochs=WARM_UP + epochs, verbose=0, callbacks=[Watch()], **arguments.get("fit", {}))
-    if hvdtrain.rank() == 0:
-        print("EPOCHS " + json.dumps(times[WARM_UP:]), flush=True)
+    return {"windows_ms": times[WARM_UP:]}
 
 
-def command_of(side: str, controller: str, ranks: int, folder: Path) -> list[str]:
-    """Return the words before `python` that start a side's job."""
-    words = launcher(controller, ranks)
-    if not is_elastic(side):
-        return words
+def elastic_options(ranks: int, folder: Path) -> list[str]:
+    """Return what horovodrun needs for an elastic job on this machine."""
     discover = folder / "discover.sh"
     discover.write_text(f"#!/bin/sh\necho localhost:{ranks}\n")
     discover.chmod(0o755)
-    return [*words, "--min-np", str(ranks), "--network-interfaces", "lo", "--host-discovery-script", str(discover)]
+    return ["--min-np", str(ranks), "--network-interfaces", "lo", "--host-discovery-script", str(discover)]
 
 
-def is_elastic(side: str) -> bool:
-    return bool(SIDES[side].get("fit"))
-
-
-def compare(name: str, controller: str, arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
-    """Run all rounds of one model under one controller and print a line for each side."""
-    sides = [side for side in arguments.sides if controller == "gloo" or not is_elastic(side)]
-    rounds: list[dict[str, float]] = []
-    for number in range(arguments.rounds):
-        taken = {}
-        for side in sides if number % 2 == 0 else sides[::-1]:
-            words = [*command_of(side, controller, arguments.ranks, folder), sys.executable, __file__]
-            words += ["--side", side, "--models", name, "--steps", str(arguments.steps)]
-            words += ["--epochs", str(arguments.epochs)]
-            taken[side] = float(np.median(printed(words, "EPOCHS", limit_s=LIMIT_S)))
-        rounds.append(taken)
-    for side in sides:
-        base = "elastic" if is_elastic(side) else "plain"
-        ratios = [taken[side] / taken[base] for taken in rounds] if base in sides else [float("nan")]
-        print(
-            f"{name:9} {controller:6} {arguments.ranks} ranks  {side:17}"
-            f" {np.median([taken[side] for taken in rounds]):8.2f} ms a step"
-            f"   {np.median(ratios):.3f} of {base} ({min(ratios):.3f} .. {max(ratios):.3f})",
-            flush=True,
-        )
-    return {"model": name, "controller": controller, "ranks": arguments.ranks, "rounds_ms": rounds}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=["mlp", "resnet20"])
-    parser.add_argument("--controllers", nargs="+", choices=["mpirun", "gloo"], default=["mpirun", "gloo"])
-    parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES))
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=30, help="steps of an epoch")
-    parser.add_argument("--epochs", type=int, default=4, help="epochs that are measured in each launch")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="write the figures with their settings to this JSON file")
-    parser.add_argument("--side", choices=list(SIDES), help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.side is not None:
-        train(arguments.models[0], arguments.side, arguments.steps, arguments.epochs)
-        return
+def main() -> int:
+    script = Script(__doc__, train, rounds=3, ranks=2)
+    script.add_argument("--models", nargs="+", choices=list(MODELS), default=["mlp", "resnet20"])
+    script.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES))
+    script.add_argument("--steps", type=int, default=30, help="steps of an epoch")
+    script.add_argument("--epochs", type=int, default=4, help="epochs that are measured in each launch")
+    options = script.parsed()
     with tempfile.TemporaryDirectory() as folder:
-        results = [
-            compare(name, controller, arguments, Path(folder))
-            for name in arguments.models
-            for controller in arguments.controllers
-        ]
-    write(arguments, results)
+        elastic = elastic_options(options.ranks, Path(folder))
+        for model, controller in product(options.models, options.controllers):
+            given = {"model": model, "steps": options.steps, "epochs": options.epochs}
+            jobs = [
+                script.job(
+                    side,
+                    train,
+                    controller=controller,
+                    ranks=options.ranks,
+                    before=elastic if "fit" in SIDES[side] else (),
+                    side=side,
+                    **given,
+                )
+                for side in options.sides
+                if controller == "gloo" or "fit" not in SIDES[side]
+            ]
+            runs = script.measure(jobs, options.rounds, limit_s=600)
+            for base, kind in (("plain", False), ("elastic", True)):
+                times = {run.name: run.medians("windows_ms") for run in runs if ("fit" in SIDES[run.name]) == kind}
+                print_times(f"{model:9} {controller:6} {options.ranks} ranks", times, base)
+    return script.exit_code()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

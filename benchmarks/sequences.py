@@ -10,28 +10,26 @@ with the square of the length as well. What is freed goes back to the system at 
 keeps some of it, and takes more.
 """
 
-import argparse
-import json
 import os
 import sys
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from typing import Any
 
-from harness import FREEING, launcher, printed, write
+from memory import FREEING
 
-LIMIT_S = 600
+from hvdtrain.bench.script import Script, started
+from hvdtrain.bench.timing import peak_rss_mib
+
 VOCABULARY, SAMPLES, STEPS = 256, 2, 2
 
 
-def measure(length: int) -> None:
-    """Run on every rank of a launch; rank 0 prints the megabytes by which the largest rank grew."""
+def measure(length: int) -> dict[str, Any]:
+    """Return the megabytes by which the largest rank grew."""
     import hvdtrain
 
-    hvdtrain.init(parallel="cp=-1")
+    *_, gather = started(parallel="cp=-1")
     import keras
     import numpy as np
 
-    from hvdtrain.bench.timing import peak_rss_mib
     from hvdtrain.models import transformer as transformer
 
     model = hvdtrain.parallelize(lambda: transformer.build((length,), VOCABULARY, 1, depth=2, width=128, heads=4))
@@ -40,67 +38,48 @@ def measure(length: int) -> None:
     tokens = np.random.default_rng(0).integers(0, VOCABULARY, (SAMPLES * STEPS, length + 1)).astype("int32")
     trainer = hvdtrain.Trainer(model, "adam", loss)
     trainer.fit((tokens[:, :-1], tokens[:, 1:]), batch=SAMPLES, epochs=1, verbose=False)
-    everyone = trainer.backend.gather_bytes(str(peak_rss_mib() - before).encode(), timeout=LIMIT_S)
-    if trainer.backend.primary:
-        print("GROWTH " + json.dumps([max(map(float, everyone))]), flush=True)
+    return {"grown_mib": max(gather(peak_rss_mib() - before))}
 
 
-@dataclass(frozen=True)
-class Longest:
-    """The longest sequence that fits."""
-
-    ranks: int
-    tokens: int
-    mib: float
-    """By which the rank that needs most grew."""
-
-
-def longest(ranks: int, begin: int, arguments: argparse.Namespace) -> Longest:
-    """Seek among the multiples of the step, from `begin` tokens on, which are known to fit."""
-    grown: dict[int, float] = {}
+def longest(script: Script, ranks: int, begin: int, options: Any) -> int:
+    """Return the longest sequence that fits, a multiple of the step, from `begin` tokens on, which are known to."""
 
     def fits(steps: int) -> bool:
-        length = steps * arguments.step
-        prefix = launcher(arguments.controller if ranks > 1 else "none", ranks)
-        command = [*prefix, *FREEING, sys.executable, __file__, "--length", str(length)]
-        (grown[steps],) = printed(command, "GROWTH", limit_s=LIMIT_S)
-        print(f"cp={ranks}   {length:6} tokens   {grown[steps]:6.0f} MiB", flush=True)
-        return grown[steps] <= arguments.budget
+        length = steps * options.step
+        controller = options.controller if ranks > 1 else "none"
+        job = script.job("sequence", measure, controller=controller, ranks=ranks, before=FREEING, length=length)
+        for run in script.measure([job], limit_s=600):
+            return run.figure("grown_mib")[0] <= options.budget
+        sys.exit(f"cp={ranks}: {length} tokens could not be measured")
 
-    low = max(1, begin // arguments.step)
+    low = max(1, begin // options.step)
     if not fits(low):
-        sys.exit(f"cp={ranks}: {low * arguments.step} tokens take more than the budget")
+        sys.exit(f"cp={ranks}: {low * options.step} tokens take more than the budget")
     high = 2 * low
     while fits(high):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    return Longest(ranks, low * arguments.step, grown[low])
+    return low * options.step
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--budget", type=float, default=600.0, help="MiB that a rank may grow by")
-    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--step", type=int, default=256, help="lengths are multiples of it")
-    parser.add_argument("--controller", choices=("mpirun", "gloo"), default="mpirun")
-    parser.add_argument("--out", type=Path, help="write the figures with their settings to this JSON file")
-    parser.add_argument("--length", type=int, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.length is not None:
-        measure(arguments.length)
-        return
-    print(f"{os.cpu_count()} cores, {SAMPLES} samples, a budget of {arguments.budget:.0f} MiB")
-    found: list[Longest] = []
-    for ranks in sorted(arguments.ranks):
-        found.append(longest(ranks, found[-1].tokens if found else 0, arguments))
-    first = found[0]
-    for each in found:
-        times = each.tokens / first.tokens
-        print(f"cp={each.ranks}   longest {each.tokens} tokens   {times:.2f} times that of cp={first.ranks}")
-    write(arguments, [asdict(each) for each in found])
+def main() -> int:
+    script = Script(__doc__, measure)
+    script.add_argument("--budget", type=float, default=600.0, help="MiB that a rank may grow by")
+    script.add_argument("--ranks", nargs="+", type=int, default=[1, 2])
+    script.add_argument("--step", type=int, default=256, help="lengths are multiples of it")
+    script.add_argument("--controller", choices=("mpirun", "gloo"), default="mpirun")
+    options = script.parsed()
+    print(f"{os.cpu_count()} cores, {SAMPLES} samples, a budget of {options.budget:.0f} MiB")
+    found: dict[int, int] = {}
+    for ranks in sorted(options.ranks):
+        found[ranks] = longest(script, ranks, max(found.values(), default=0), options)
+    first = min(found)
+    for ranks, tokens in found.items():
+        print(f"cp={ranks}   longest {tokens} tokens   {tokens / found[first]:.2f} times that of cp={first}")
+    return script.exit_code()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -15,21 +15,24 @@ rank, and medians over the rounds; steps are reported per microbatch, as an accu
 It takes the rights of root (see `tests/clusters/namespaces.py`), and nothing else may run on the machine meanwhile.
 """
 
-import argparse
 import json
 import os
 import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import write
-from options import LIMIT_S, MODELS, ours, plain, window
+from options import MODELS, ours, plain
+
+from hvdtrain.bench.engine import WORD, Answer, Job, LaunchFailed, reason_of
+from hvdtrain.bench.script import Script, started
+from hvdtrain.bench.timing import in_turn, window
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -48,6 +51,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 WINDOW = 4
 """Steps that are timed together: a period of the local steps."""
 PORT = 9377
+LIMIT_S = 900
 
 
 # -- on the hosts --
@@ -55,8 +59,6 @@ PORT = 9377
 
 def exchanges(backend: Any) -> dict[str, Callable[[], Any]]:
     """Return a compiled exchange of the tensors for each way that they can take."""
-    from dataclasses import replace
-
     import tensorflow as tf
 
     from hvdtrain.gradients.reduction import GradientReducer, ReductionOptions
@@ -81,50 +83,24 @@ def exchanges(backend: Any) -> dict[str, Callable[[], Any]]:
     return {f"{route} {kind}": exchange(route, kind) for route in routes for kind in ("none", "bf16", "fp16")}
 
 
-def taken_by(sides: dict[str, Callable[[], float]], meet: Callable[[bytes], list[bytes]], rounds: int) -> Any:
-    """Call the sides in turn, and return the milliseconds of the slowest rank in each round but the first."""
-    times: dict[str, list[float]] = {side: [] for side in sides}
-    for number in range(rounds + 1):
-        for side, call in sides.items():
-            meet(b"")  # nobody begins while others are still at work
-            milliseconds = call()
-            if number:
-                times[side].append(milliseconds)
-    by_rank = [json.loads(text) for text in meet(json.dumps(times).encode())]
-    return {side: np.max([each[side] for each in by_rank], axis=0).tolist() for side in sides}
-
-
-def timed(exchange: Callable[[], Any]) -> float:
-    begin = time.perf_counter()
-    exchange().numpy()
-    return 1000.0 * (time.perf_counter() - begin)
-
-
-def measure_ours(what: str, rounds: int) -> None:
-    """Run on every rank of a launch; rank 0 prints the times of the exchanges, or of the variants of a model."""
-    import hvdtrain
-
-    hvdtrain.init(hierarchical_allreduce="always" if what == "exchange" else "auto")
-    from hvdtrain.backends.select import backend_for
-    from hvdtrain.backends.single import SingleBackend
-    from hvdtrain.runtime.session import current
-
-    backend, alone = backend_for(current()), SingleBackend(current())
+def measure_ours(what: str, rounds: int) -> dict[str, Any]:
+    """Return the times of the exchanges, or of the variants of a model, and what the backend remarks."""
+    backend, alone, gather = started(hierarchical_allreduce="always" if what == "exchange" else "auto")
     if what == "exchange":
-        sides = {name: partial(timed, call) for name, call in exchanges(backend).items()}
+        sides = {name: partial(window, call, 1) for name, call in exchanges(backend).items()}
     else:
         steps = {
             name: ours(what, alone if name == "alone" else backend, MODELS[what][4], options)
             for name, options in VARIANTS.items()
         }
         sides = {name: partial(window, step, WINDOW) for name, step in steps.items()}
-    times = taken_by(sides, lambda payload: backend.gather_bytes(payload, timeout=LIMIT_S), rounds)
     if backend.primary:
-        print("TIMES " + json.dumps({"times": times, "remarks": list(backend.remarks)}), flush=True)
+        print(*(f"REMARK {line}" for line in backend.remarks), sep="\n", flush=True)
+    return {"ms": in_turn(sides, rounds, gather)}
 
 
-def measure_plain(what: str, rounds: int) -> None:
-    """Run on every rank of a launch without hvdtrain's settings: Horovod as its documentation has it."""
+def measure_plain(what: str, rounds: int) -> dict[str, Any]:
+    """Return the times without hvdtrain's settings: Horovod as its documentation has it."""
     import horovod.tensorflow as hvd
     import tensorflow as tf
 
@@ -136,12 +112,10 @@ def measure_plain(what: str, rounds: int) -> None:
             sums = [hvd.allreduce(v.read_value(), op=hvd.Sum, name=f"v{i}") for i, v in enumerate(values)]
             return tf.add_n([each[:1] for each in sums])
 
-        call = partial(timed, tf.function(reduce))
+        call = partial(window, tf.function(reduce), 1)
     else:
         call = partial(window, plain(what), WINDOW)
-    times = taken_by({"plain": call}, hvd.allgather_object, rounds)
-    if hvd.rank() == 0:
-        print("TIMES " + json.dumps({"times": times, "remarks": []}), flush=True)
+    return {"ms": in_turn({"plain": call}, rounds, hvd.allgather_object)}
 
 
 def receive(here: str) -> None:
@@ -190,113 +164,99 @@ def command(controller: str, hosts: int, slots: int) -> list[str]:
     return [mpirun, *flags, "--mca", "oob_tcp_if_include", "eth0", "-np", str(hosts * slots), "-H", names]
 
 
-def launch(found: Any, controller: str, slots: int, arguments: Sequence[str]) -> Any:
-    """Return what rank 0 prints; a launch that fails ends the program."""
-    words = [*command(controller, len(found.holders), slots), sys.executable, __file__, *arguments]
-    done = found.exec(1, words, timeout=LIMIT_S, TF_CPP_MIN_LOG_LEVEL="2")
-    printed = re.search(r"TIMES (\{.*)", done.stdout)
-    if done.returncode or printed is None:
-        sys.exit(f"{' '.join(words)} failed with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}")
-    return json.loads(printed[1])
+def launched(found: Any, job: Job) -> Answer:
+    """Launch a job from host 1."""
+    done = found.exec(1, list(job.command), timeout=LIMIT_S, TF_CPP_MIN_LOG_LEVEL="2")
+    answer = re.search(rf"{WORD} (\{{.*)", done.stdout)
+    if done.returncode or answer is None:
+        raise LaunchFailed(reason_of(done.returncode, done.stdout, done.stderr))
+    print(*dict.fromkeys(re.findall(r"REMARK (.*)", done.stdout)), sep="\n", flush=True)
+    return Answer(json.loads(answer[1])["figures"])
 
 
-def in_turn(found: Any, controller: str, slots: int, what: str, arguments: argparse.Namespace) -> Any:
-    """Launch plain loop and hvdtrain in turn, and return the times of all sides, in milliseconds."""
-    times: dict[str, list[float]] = {}
-    remarks: list[str] = []
-    for _ in range(arguments.launches):
-        for side in ("plain", "ours"):
-            given = ["--side", side, "--what", what, "--rounds", str(arguments.rounds)]
-            answer = launch(found, controller, slots, given)
-            remarks += [line for line in answer["remarks"] if line not in remarks]
-            for name, values in answer["times"].items():
-                times.setdefault(name, []).extend(values)
-    return times, remarks
-
-
-def report(layout: str, controller: str, what: str, found: Any, link: float, arguments: argparse.Namespace) -> Any:
-    """Measure one case, print a line for each side, and return its figures."""
+def report(layout: str, controller: str, what: str, times: dict[str, list[float]], link: float) -> dict[str, Any]:
+    """Print a line for each side of a case, and return its ratio to the link or to the plain loop."""
     hosts, slots = LAYOUTS[layout]
-    times, remarks = in_turn(found, controller, slots, what, arguments)
-    medians = {side: float(np.median(values)) for side, values in times.items()}
-    rows = {}
+    ratios = {}
     for side, values in times.items():
-        row: dict[str, Any] = {"ms": medians[side], "times_ms": values}
+        milliseconds = float(np.median(values))
         if what == "exchange":
             ends = hosts if side.startswith("by host") else hosts * slots
-            row["ideal_ms"] = TENSORS * TENSOR_BYTES / 1e3 / link * 2 * (ends - 1) / ends
-            row["ratio"] = row["ms"] / row["ideal_ms"]
-            against = f"{row['ratio']:.2f} of the link's {row['ideal_ms']:.0f} ms"
+            ideal = TENSORS * TENSOR_BYTES / 1e3 / link * 2 * (ends - 1) / ends
+            ratios[side] = milliseconds / ideal
+            against = f"{ratios[side]:.2f} of the link's {ideal:.0f} ms"
         else:
-            row["ms"] /= VARIANTS.get(side, {}).get("accumulate", 1)
-            row["ratio"] = row["ms"] / medians["plain"]
-            against = f"{row['ratio']:.2f} of plain"
-        print(f"{layout} {controller:6} {what:8} {side:20} {row['ms']:8.1f} ms   {against}", flush=True)
-        rows[side] = row
-    print(*remarks, sep="\n", flush=True)
-    return {"layout": layout, "controller": controller, "what": what, "sides": rows, "remarks": remarks}
+            milliseconds /= VARIANTS.get(side, {}).get("accumulate", 1)
+            ratios[side] = milliseconds / float(np.median(times["plain"]))
+            against = f"{ratios[side]:.2f} of plain"
+        print(f"{layout} {controller:6} {what:8} {side:20} {milliseconds:8.1f} ms   {against}", flush=True)
+    return ratios
 
 
-def plot(results: Sequence[Any], file: Path) -> None:
+def plot(cases: dict[str, dict[str, float]], file: Path) -> None:
     """Draw the steps per microbatch as fractions of the plain loop's."""
     from matplotlib.figure import Figure
 
-    cases = [case for case in results if case["what"] != "exchange"]
-    if not cases:
-        return
     figure = Figure(figsize=(3.2 * max(2, len(cases)), 4), layout="constrained")
-    for axes, case in zip(figure.subplots(1, len(cases), sharey=True, squeeze=False)[0], cases, strict=True):
-        sides = list(case["sides"])
-        axes.bar(sides, [case["sides"][side]["ratio"] for side in sides], color=["0.5", *["C0"] * (len(sides) - 1)])
-        axes.set_title(f"{case['what']}, {case['layout']}, {case['controller']}", fontsize=9)
+    panels = figure.subplots(1, len(cases), sharey=True, squeeze=False)[0]
+    for axes, (title, ratios) in zip(panels, cases.items(), strict=True):
+        axes.bar(list(ratios), list(ratios.values()), color=["0.5", *["C0"] * (len(ratios) - 1)])
+        axes.set_title(title, fontsize=9)
         axes.tick_params(axis="x", rotation=90, labelsize=8)
     figure.axes[0].set_ylabel("time of a microbatch / plain Horovod loop")
     figure.savefig(file, dpi=120)
 
 
-def measure_all(arguments: argparse.Namespace) -> None:
+def measure_cases(script: Script, options: Any, layout: str, found: Any) -> dict[str, dict[str, float]]:
+    """Measure all cases of a layout of hosts, and return the ratios of the steps by case."""
+    link, cases = goodput(found), {}
+    print(f"{layout}: goodput {link:.1f} MB/s", flush=True)
+    script.record("link", {"layout": layout}, {"goodput_mb_s": link})
+    for controller in options.controllers:
+        for what in options.what:
+            words, jobs = command(controller, *LAYOUTS[layout]), []
+            for side in (measure_plain, measure_ours):
+                job = script.job(side.__name__, side, before=words, what=what, rounds=options.rounds)
+                jobs.append(replace(job, setting={"layout": layout, "controller": controller, "what": what}))
+            runs = script.measure(jobs, options.launches, launched=partial(launched, found))
+            times: dict[str, list[float]] = {}
+            for taken in (taken for run in runs for taken in run.figure("ms")):
+                for side, values in taken.items():
+                    times.setdefault(side, []).extend(values)
+            if len(runs) == 2:
+                ratios = report(layout, controller, what, times, link)
+                if what != "exchange":
+                    cases[f"{what}, {layout}, {controller}"] = ratios
+    return cases
+
+
+def main() -> int:
+    if sys.argv[1:2] in (["--receive"], ["--send"]):
+        (receive if sys.argv[1] == "--receive" else send)(sys.argv[2])
+        return 0
+    script = Script(__doc__, measure_plain, measure_ours, rounds=3)
+    whats = ("exchange", "lm", "mlp")
+    script.add_argument("--layouts", nargs="+", choices=tuple(LAYOUTS), default=list(LAYOUTS))
+    script.add_argument("--controllers", nargs="+", choices=("mpirun", "gloo"), default=["mpirun", "gloo"])
+    script.add_argument("--what", nargs="+", choices=whats, default=list(whats))
+    script.add_argument("--rate", default="1gbit", help="what each cable carries in each direction")
+    script.add_argument("--launches", type=int, default=2, help="of each side, in turn")
+    options = script.parsed()
     from tests.clusters.namespaces import NoHosts, hosts
 
-    results, links = [], {}
-    for layout in arguments.layouts:
+    os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])  # the hosts read this folder, too
+    cases: dict[str, dict[str, float]] = {}
+    for layout in options.layouts:
         try:
             with hosts(LAYOUTS[layout][0]) as found:
-                found.shape(arguments.rate)
-                links[layout] = goodput(found)
-                print(f"{layout}: goodput {links[layout]:.1f} MB/s", flush=True)
-                for controller in arguments.controllers:
-                    for what in arguments.what:
-                        results.append(report(layout, controller, what, found, links[layout], arguments))
+                found.shape(options.rate)
+                cases |= measure_cases(script, options, layout, found)
         except NoHosts as why:
             sys.exit(f"Hosts cannot be made here: {why}.")
-    write(arguments, {"goodput_mb_s": links, "cases": results})
-    if arguments.out is not None:
-        plot(results, arguments.out.with_suffix(".png"))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cases = ("exchange", "lm", "mlp")
-    parser.add_argument("--layouts", nargs="+", choices=tuple(LAYOUTS), default=list(LAYOUTS))
-    parser.add_argument("--controllers", nargs="+", choices=("mpirun", "gloo"), default=["mpirun", "gloo"])
-    parser.add_argument("--what", nargs="+", choices=cases, default=list(cases))
-    parser.add_argument("--rate", default="1gbit", help="what each cable carries in each direction")
-    parser.add_argument("--launches", type=int, default=2, help="of each side, in turn")
-    parser.add_argument("--rounds", type=int, default=3, help="in each launch")
-    parser.add_argument("--out", type=Path, help="write the figures with their settings here, and a plot beside them")
-    parser.add_argument("--side", choices=("plain", "ours"), help=argparse.SUPPRESS)
-    parser.add_argument("--receive", help=argparse.SUPPRESS)
-    parser.add_argument("--send", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.receive or arguments.send:
-        receive(arguments.receive) if arguments.receive else send(arguments.send)
-    elif arguments.side:
-        measure = measure_plain if arguments.side == "plain" else measure_ours
-        measure(arguments.what[0], arguments.rounds)
-    else:
-        os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])  # the hosts read this folder, too
-        measure_all(arguments)
+    if options.out is not None and cases:
+        plot(cases, options.out.with_suffix(".png"))
+    return script.exit_code()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

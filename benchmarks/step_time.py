@@ -12,100 +12,123 @@ Two ratios for every model and controller:
 
 With --desync instead: what a look of the desync check takes, and which share that is of the steps between two.
 
-A round's ratio is the median window of hvdtrain over that of the plain loop, each window with one logged step; the
-median and the range over the rounds are reported. Nothing else may run on the machine meanwhile.
+All are pinned alike: one block of cores and as many threads for each rank. A round's ratio is the median window of
+hvdtrain over that of the plain loop, each window with one logged step; the median and the range over the rounds are
+reported. Nothing else may run on the machine meanwhile.
 """
 
-import argparse
 import sys
-from pathlib import Path
+import time
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy as np
-from harness import launcher, printed, write
 
-from hvdtrain.config.training import DESYNC_EVERY
+from hvdtrain.bench.script import Script, print_times
+from hvdtrain.bench.suite import MODELS, bench_config
+from hvdtrain.config.training import DESYNC_EVERY, DesyncConfig
+from hvdtrain.runtime.launchers import detect_environment
 
-HERE = Path(__file__).parent
-SIDES = HERE / "sides.py"
-LIMIT_S = 300
-
-
-def run(kind: str, model: str, controller: str, size: int, arguments: argparse.Namespace) -> dict[str, list[float]]:
-    """Return each side's windows in milliseconds a step."""
-    command = [*launcher(controller, size), sys.executable, str(SIDES), kind, model]
-    command += ["--batch", str(arguments.batch), "--windows", str(arguments.windows)]
-    return dict(printed(command, "WINDOWS", limit_s=LIMIT_S))
+WINDOW = 10
+WARM_UP = 4
 
 
-def one_round(
-    kind: str, model: str, controller: str, size: int, number: int, arguments: argparse.Namespace
-) -> dict[str, float]:
-    """Return the median window of each side."""
-    if kind == "settings":
-        windows = run("paired", model, controller, size, arguments)
-    else:
-        sides = ("plain", "hvdtrain") if number % 2 == 0 else ("hvdtrain", "plain")
-        windows = {side: run(side, model, controller, size, arguments)[side] for side in sides}
-    return {side: float(np.median(values)) for side, values in windows.items()}
+def plain_loop(model: str, batch: int, windows: int) -> dict[str, Any]:
+    """Return the windows of a hand-written loop at Horovod's own settings, in milliseconds a step."""
+    from hvdtrain.bench.plain import PlainLoop, pin_and_start, window_of
+
+    environment = detect_environment()
+    pin_and_start(environment)
+    steps = PlainLoop(bench_config(model, batch=batch), environment).steps(WINDOW)
+    return {"plain_ms": [window_of(steps, WINDOW) for _ in range(windows)][WARM_UP:]}
 
 
-def compare(kind: str, model: str, controller: str, arguments: argparse.Namespace) -> dict[str, object]:
-    """Run all rounds of one comparison and print its line."""
-    size = 1 if controller == "none" else arguments.ranks
-    rounds = [one_round(kind, model, controller, size, number, arguments) for number in range(arguments.rounds)]
-    ratios = [r["hvdtrain"] / r["plain"] for r in rounds]
-    low, middle, high = (float(v) for v in (min(ratios), np.median(ratios), max(ratios)))
-    ours, plain = (float(np.median([r[side] for r in rounds])) for side in ("hvdtrain", "plain"))
-    against = "bare loop" if size == 1 else f"plain loop, {'our settings' if kind == 'settings' else 'defaults'}"
+def with_hvdtrain(model: str, batch: int, windows: int, beside_plain: bool = False) -> dict[str, Any]:
+    """Return the windows of `hvdtrain.Trainer`, and those of the plain loop if it takes turns with it."""
+    import hvdtrain
+
+    hvdtrain.init()
+    from hvdtrain.bench.plain import PlainLoop, window_of
+
+    config, plain_ms = bench_config(model, batch=batch), []
+    if not beside_plain:
+        return {"hvdtrain_ms": windows_of(config, windows)[0][WARM_UP:]}
+    steps = PlainLoop(config, detect_environment()).steps(WINDOW)
+    windows_ms, _ = windows_of(config, windows, lambda: plain_ms.append(window_of(steps, WINDOW)))
+    return {"plain_ms": plain_ms[WARM_UP:], "hvdtrain_ms": windows_ms[WARM_UP:]}
+
+
+def windows_of(config: Any, windows: int, beside: Any = None) -> tuple[list[float], Any]:
+    """Train, and return the windows in milliseconds a step and the trainer; `beside` runs untimed between them."""
+    from hvdtrain.backends.select import current_exchange
+    from hvdtrain.bench.trained import Stopwatch, built_trainer
+    from hvdtrain.training.loop.loop import Plan
+
+    trainer, data = built_trainer(config, current_exchange())
+    watch = Stopwatch(WINDOW, beside)
+    trainer.train(data, Plan(windows * WINDOW, log_every=WINDOW), observers=watch)
+    return watch.windows_ms, trainer
+
+
+def desync(model: str, batch: int, windows: int) -> dict[str, Any]:
+    """Return windows without the desync check, and of its looks, in milliseconds a step and a look."""
+    import hvdtrain
+
+    hvdtrain.init()
+    from hvdtrain.training.loop.desync_check import DesyncCheck
+
+    config = replace(bench_config(model, batch=batch), desync=DesyncConfig(desync_every=0))
+    windows_ms, trainer = windows_of(config, windows)
+    check = DesyncCheck(trainer.backend, trainer.state, trainer.rule, 0, 1)
+    looks = []
+    for _ in range(windows):
+        begin = time.perf_counter()
+        for _ in range(WINDOW):
+            check.look("the last step")
+        looks.append((time.perf_counter() - begin) * 1e3 / WINDOW)
+    return {"step_ms": windows_ms[WARM_UP:], "look_ms": looks[WARM_UP:]}
+
+
+def main() -> int:
+    script = Script(__doc__, plain_loop, with_hvdtrain, desync, rounds=5)
+    script.add_argument("--models", nargs="+", choices=tuple(MODELS), default=["digits", "resnet20"])
+    controllers = ("mpirun", "gloo", "none")
+    script.add_argument("--controllers", nargs="+", choices=controllers, default=list(controllers))
+    script.add_argument("--ranks", type=int, default=2)
+    script.add_argument("--batch", type=int, default=64)
+    script.add_argument("--windows", type=int, default=24, help="windows of ten steps, the first four not counted")
+    script.add_argument("--desync", action="store_true", help="measure the desync check alone")
+    options = script.parsed()
+    for model in options.models:
+        for controller in options.controllers:
+            ranks = 1 if controller == "none" else options.ranks
+            title = f"{model:9} {controller:6} {ranks} rank(s)"
+            given = {"model": model, "batch": options.batch, "windows": options.windows}
+            job = partial(script.job, controller=controller, ranks=ranks, **given)
+            measure = partial(script.measure, rounds=options.rounds, limit_s=300)
+            if options.desync:
+                for run in measure([job("desync", desync)] if ranks > 1 else []):
+                    print_desync(title, np.array(run.medians("look_ms")), np.array(run.medians("step_ms")))
+                continue
+            if controller != "none":
+                runs = measure([job("plain", plain_loop), job("hvdtrain", with_hvdtrain)])
+                print_times(f"{title}  defaults", {run.name: run.medians(f"{run.name}_ms") for run in runs}, "plain")
+            for run in measure([job("in turn", with_hvdtrain, beside_plain=True)]):
+                times = {name: run.medians(f"{name}_ms") for name in ("plain", "hvdtrain")}
+                print_times(f"{title}  {'without Horovod' if controller == 'none' else 'settings'}", times, "plain")
+    return script.exit_code()
+
+
+def print_desync(title: str, looks: Any, steps: Any) -> None:
+    """Print what a look takes, and which share that is of the steps between two."""
+    shares = looks / (DESYNC_EVERY * steps)
     print(
-        f"{model:9} {controller:6} {size} rank(s)  {against:26} {plain:8.2f} ms  hvdtrain {ours:8.2f} ms"
-        f"  ratio {middle:.3f} ({low:.3f} .. {high:.3f})",
+        f"{title}  step {np.median(steps):8.2f} ms  look {np.median(looks):8.2f} ms  every {DESYNC_EVERY} steps: "
+        f"{np.median(shares):.3%} ({shares.min():.3%} .. {shares.max():.3%})",
         flush=True,
     )
-    return {
-        **{"model": model, "controller": controller, "ranks": size, "against": against, "rounds_ms": rounds},
-        "ratio": {"median": middle, "min": low, "max": high},
-    }
-
-
-def desync(model: str, controller: str, arguments: argparse.Namespace) -> dict[str, object]:
-    """Measure looks of the desync check and print their line."""
-    rounds = [run("desync", model, controller, arguments.ranks, arguments) for _ in range(arguments.rounds)]
-    looks, steps = ([float(np.median(r[what])) for r in rounds] for what in ("look", "step"))
-    shares = [look / (DESYNC_EVERY * step) for look, step in zip(looks, steps, strict=True)]
-    print(
-        f"{model:9} {controller:6} {arguments.ranks} rank(s)  step {np.median(steps):8.2f} ms"
-        f"  look {np.median(looks):8.2f} ms"
-        f"  every {DESYNC_EVERY} steps: {np.median(shares):.3%} ({min(shares):.3%} .. {max(shares):.3%})",
-        flush=True,
-    )
-    facts = {"model": model, "controller": controller, "ranks": arguments.ranks, "every": DESYNC_EVERY}
-    return {**facts, "look_ms": looks, "step_ms": steps, "share": float(np.median(shares))}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["digits", "resnet20"])
-    parser.add_argument("--controllers", nargs="+", default=["mpirun", "gloo", "none"])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--windows", type=int, default=24, help="windows of ten steps, the first four not counted")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="write the figures with their settings to this JSON file")
-    parser.add_argument("--desync", action="store_true", help="measure the desync check alone")
-    arguments = parser.parse_args()
-    if arguments.desync:
-        worlds = [(model, name) for model in arguments.models for name in arguments.controllers if name != "none"]
-        write(arguments, [desync(*world, arguments) for world in worlds])
-        return
-    results = [
-        compare(kind, model, controller, arguments)
-        for model in arguments.models
-        for controller in arguments.controllers
-        for kind in (("settings",) if controller == "none" else ("defaults", "settings"))
-    ]
-    write(arguments, results)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

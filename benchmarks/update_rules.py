@@ -8,15 +8,16 @@ rounds, their ratios to the all-reduce of the same round, and the bytes that a r
 the peaks). Nothing else may run on the machine meanwhile.
 """
 
-import argparse
-import json
 import sys
-from pathlib import Path
+from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
-from harness import launcher, printed, write
-from options import LIMIT_S, MODELS, ours, window
+from options import MODELS, ours
+
+from hvdtrain.bench.script import Script, print_times, started
+from hvdtrain.bench.timing import in_turn, window
 
 RULES: dict[str, dict[str, Any]] = {
     "all_reduce": {},
@@ -37,85 +38,35 @@ def slot_bytes(rule: Any) -> int:
     return sum(int(np.prod(tensor.shape)) * tensor.dtype.size for tensor in tensors)
 
 
-def measure(name: str, optimizer: str, steps: int, rounds: int) -> None:
-    """Run on every rank of a launch; rank 0 prints each rule's windows, those of the slowest rank, and its bytes."""
-    import hvdtrain
-
-    hvdtrain.init()
+def measure(model: str, optimizer: str, steps: int, rounds: int) -> dict[str, Any]:
+    """Return each rule's windows in milliseconds a step, those of the slowest rank, and its bytes."""
+    backend, alone, gather = started()
     import keras
 
-    from hvdtrain.backends.select import backend_for
-    from hvdtrain.backends.single import SingleBackend
-    from hvdtrain.runtime.session import current
-
-    backend, alone = backend_for(current()), SingleBackend(current())
     kind, arguments = OPTIMIZERS[optimizer]
-    runs = {
-        rule: ours(
-            name,
-            alone if rule == "alone" else backend,
-            MODELS[name][4],
-            options,
-            getattr(keras.optimizers, kind)(1e-4, **arguments),
-        )
-        for rule, options in RULES.items()
-    }
-    taken: dict[str, list[float]] = {rule: [] for rule in runs}
-    for number in range(rounds + 1):
-        for rule, step in runs.items():
-            backend.gather_bytes(b"", timeout=LIMIT_S)  # nobody computes while others begin
-            milliseconds = window(step, steps if number else 3)
-            if number:
-                taken[rule].append(milliseconds)
-    by_rank = [json.loads(text) for text in backend.gather_bytes(json.dumps(taken).encode(), timeout=LIMIT_S)]
-    if backend.primary:
-        times = {rule: np.max([mine[rule] for mine in by_rank], axis=0).tolist() for rule in taken}
-        sizes = {rule: slot_bytes(step.rule) for rule, step in runs.items()}
-        print("RULES " + json.dumps({"times": times, "bytes": sizes}), flush=True)
+    runs = {}
+    for rule, options in RULES.items():
+        made = getattr(keras.optimizers, kind)(1e-4, **arguments)
+        runs[rule] = ours(model, alone if rule == "alone" else backend, MODELS[model][4], options, made)
+    times = in_turn({rule: partial(window, step, steps) for rule, step in runs.items()}, rounds, gather)
+    return {"ms": times, "slot_bytes": {rule: slot_bytes(step.rule) for rule, step in runs.items()}}
 
 
-def report(name: str, optimizer: str, controller: str, arguments: argparse.Namespace) -> dict[str, object]:
-    """Measure one model, optimizer and controller, and print a line for each rule."""
-    command = [*launcher(controller, arguments.ranks), sys.executable, __file__, "--rank", name]
-    command += ["--optimizers", optimizer, "--steps", str(arguments.steps), "--rounds", str(arguments.rounds)]
-    found = printed(command, "RULES", limit_s=LIMIT_S)
-    rows: dict[str, object] = {}
-    base = np.array(found["times"]["all_reduce"])
-    for rule, values in found["times"].items():
-        ratios = np.array(values) / base
-        row = {"ms": float(np.median(values)), "to_all_reduce": float(np.median(ratios)), "bytes": found["bytes"][rule]}
-        rows[rule] = {**row, "ratio_min": float(ratios.min()), "ratio_max": float(ratios.max()), "times_ms": values}
-        print(
-            f"{name:9} {optimizer:9} {controller:6} {rule:15} {row['ms']:8.1f} ms a step   "
-            f"{row['to_all_reduce']:.3f} of all_reduce ({ratios.min():.3f} .. {ratios.max():.3f})   "
-            f"{row['bytes'] / 2**20:7.1f} MiB of slots",
-            flush=True,
-        )
-    return {"model": name, "optimizer": optimizer, "controller": controller, "ranks": arguments.ranks, "rules": rows}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=["mlp", "lm"])
-    parser.add_argument("--optimizers", nargs="+", choices=tuple(OPTIMIZERS), default=["adam"])
-    parser.add_argument("--controllers", nargs="+", choices=("mpirun", "gloo"), default=["mpirun", "gloo"])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=16, help="steps of a window: a multiple of the local steps")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--out", type=Path, help="write the figures with their settings to this JSON file")
-    parser.add_argument("--rank", choices=tuple(MODELS), help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.rank:
-        measure(arguments.rank, arguments.optimizers[0], arguments.steps, arguments.rounds)
-        return
-    results = [
-        report(name, optimizer, controller, arguments)
-        for name in arguments.models
-        for optimizer in arguments.optimizers
-        for controller in arguments.controllers
-    ]
-    write(arguments, results)
+def main() -> int:
+    script = Script(__doc__, measure, rounds=7, ranks=2)
+    script.add_argument("--models", nargs="+", choices=tuple(MODELS), default=["mlp", "lm"])
+    script.add_argument("--optimizers", nargs="+", choices=tuple(OPTIMIZERS), default=["adam"])
+    script.add_argument("--steps", type=int, default=16, help="steps of a window: a multiple of the local steps")
+    options = script.parsed()
+    for model, optimizer, controller in product(options.models, options.optimizers, options.controllers):
+        given = {"model": model, "optimizer": optimizer, "steps": options.steps, "rounds": options.rounds}
+        job = script.job("in turn", measure, controller=controller, ranks=options.ranks, **given)
+        for run in script.measure([job]):
+            sizes = run.figure("slot_bytes")[0]
+            notes = {rule: f"{size / 2**20:7.1f} MiB of slots" for rule, size in sizes.items()}
+            print_times(f"{model:9} {optimizer:9} {controller:6}", run.figure("ms")[0], "all_reduce", notes)
+    return script.exit_code()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

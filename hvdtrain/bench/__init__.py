@@ -1,7 +1,7 @@
-"""The engine of `python -m hvdtrain bench`: what is measured, how it is launched, and the reports.
+"""The engine of `python -m hvdtrain bench` and of the scripts in benchmarks/: launching, results, reports.
 
-`plan.py` decides what runs and in which order, `suite.py` and `collectives.py` launch it, `results.py` is the schema of
-results.json, `report.py` renders it; start with `suite.py`. Most files import no TensorFlow, since the process that
-launches ranks needs none. May import every room but `cli` and `horovod`, and is the one room beside `runtime` and
-`horovod` that calls Horovod and MPI directly: they are what hvdtrain is compared with.
+`engine.py` launches jobs in turn, `results.py` is the schema of results.json, `report.py` renders it; `suite.py`,
+`collectives.py`, `layouts.py` and `autotune.py` define what is launched, `plain.py`, `trained.py` and `callers.py` what
+is timed on the ranks. The process that launches needs no TensorFlow. May import every room but `cli` and `horovod`, and
+is the one room beside `runtime` and `horovod` that calls Horovod and MPI directly: hvdtrain is compared with them.
 """

@@ -1,15 +1,13 @@
 """Autotuning of the exchange: coordinate search for the fastest settings on this machine. No TensorFlow."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from hvdtrain.bench.launching import Answer
-from hvdtrain.bench.noise import MOST_FOREIGN
-from hvdtrain.bench.plan import Point
-from hvdtrain.bench.sides import side
-from hvdtrain.bench.suite import Launching, command_of
+from hvdtrain.bench.engine import Job, Launch
+from hvdtrain.bench.report import Block, Paragraph, plain_section
+from hvdtrain.bench.results import MOST_FOREIGN, Comparison, Round, Run
 from hvdtrain.runtime.tuning import EXCHANGE_DEFAULTS
 
 CANDIDATES = {
@@ -22,8 +20,7 @@ OF_MPI = ("OMPI_MCA_mpi_yield_when_idle",)
 """Settings without effect on Gloo."""
 WORTH = 0.03
 """Fraction of the step time that a setting must save; launches with equal settings differ by less."""
-
-Ask = Callable[[Sequence[str], Mapping[str, str]], Answer]
+DEFAULTS = "the defaults"
 
 
 @dataclass
@@ -34,41 +31,48 @@ class Tuning:
     """Settings to change from their defaults."""
     saved: float = 0.0
     """Fraction of the step time that they save, measured in turn with the defaults."""
-    foreign: list[float] = field(default_factory=list)
-    """Cores that other programs kept busy during each launch."""
+    runs: list[Run] = field(default_factory=list)
+    """Every launch, by the settings that differ from the defaults."""
 
     @property
     def noise(self) -> float | None:
-        """A description of the load by other programs, if it was too high for a reliable result."""
-        taken = float(np.median(self.foreign))
+        """The cores that other programs took, if too many for a reliable result."""
+        taken = float(np.median([one.foreign_cores for run in self.runs for one in run.rounds]))
         return taken if taken > MOST_FOREIGN else None
 
 
-def autotune(point: Point, how: Launching, ask: Ask, log: Callable[[str], None]) -> Tuning:
+def autotune(job: Job, launched: Launch, log: Callable[[str], None], *, mpi: bool) -> Tuning:
     """Try every candidate, keep those that save at least `WORTH`, and compare the result with the defaults again.
 
     Args:
-        point: what to time: a model on a backend of Horovod.
-        how: how to launch it.
-        ask: runs a command with additional environment variables.
+        job: the steps to time.
+        launched: launches a job once.
         log: receives a line of progress per launch.
+        mpi: whether MPI exchanges; Gloo ignores some settings.
 
     Raises:
         LaunchFailed: a launch did not answer.
     """
-    found = Tuning()
-    defaults, command = dict(EXCHANGE_DEFAULTS), command_of(point, how)
+    found, defaults = Tuning(), dict(EXCHANGE_DEFAULTS)
 
     def time_of(settings: Mapping[str, str]) -> float:
-        answer = ask(command, settings)
-        found.foreign.append(answer.foreign_cores)
-        milliseconds = float(np.median(answer.value["windows_ms"]))
-        log(f"{milliseconds:9.2f} ms a step  {shown(difference(settings, defaults)) or 'the defaults'}")
+        changed = difference(settings, defaults)
+        answer = launched(replace(job, environ=settings))
+        name = shown(changed) or DEFAULTS
+        taken = Round(figures=dict(answer.figures), foreign_cores=answer.foreign_cores)
+        known = next((run for run in found.runs if run.name == name), None)
+        if known is None:
+            command = replace(job, environ=changed).shown
+            known = Run(name=name, setting=dict(job.setting), command=command, facts=dict(answer.facts))
+            found.runs.append(known)
+        known.rounds.append(taken)
+        milliseconds = float(np.median(taken.figures["windows_ms"]))  # type: ignore[arg-type]
+        log(f"{milliseconds:9.2f} ms a step  {name}")
         return milliseconds
 
     best, least = defaults, time_of(defaults)
     for name, values in CANDIDATES.items():
-        if name in OF_MPI and side(point.side).launcher != "mpirun":
+        if name in OF_MPI and not mpi:
             continue
         for value in values:
             tried = {**best, name: value}
@@ -92,3 +96,14 @@ def difference(settings: Mapping[str, str], defaults: Mapping[str, str]) -> dict
 def shown(settings: Mapping[str, str]) -> str:
     """Format settings for a shell."""
     return " ".join(f"{name}={value}" for name, value in settings.items())
+
+
+def section(comparison: Comparison) -> Iterator[Block]:
+    """Yield the blocks about a search."""
+    heading, *blocks = plain_section(comparison, "Settings of the exchange")
+    yield heading
+    yield Paragraph(
+        "Each launch changed one setting of the fastest so far; a setting was kept if it saved at least "
+        f"{WORTH:.0%}. In the end the result took turns with the defaults; what it saves is that of this comparison."
+    )
+    yield from blocks

@@ -1,68 +1,203 @@
-"""The comparison of collectives: engines take turns, each launch in fresh processes. No TensorFlow."""
+"""The comparison of collectives: engines, jobs, bandwidths and the report. No TensorFlow.
+
+Bandwidths as nccl-tests defines them, https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md: with the
+size S in bytes and the time t, the algorithm bandwidth is S / t. The bus bandwidth is that times a factor of the number
+of ranks n, which makes it the traffic over the slowest link, whatever n is: 2 (n - 1) / n for all-reduce, (n - 1) / n
+for all-gather, reduce-scatter and all-to-all, 1 for broadcast. S is the larger of a rank's input and output: the output
+of all-gather, the input of the others.
+"""
 
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from hvdtrain.bench.bandwidth import ADD
-from hvdtrain.bench.engines import engine
-from hvdtrain.bench.launching import LaunchFailed, ask, launcher, shown
-from hvdtrain.bench.results import EngineRun, Series
-from hvdtrain.bench.suite import Ask
-from hvdtrain.bench.timing import WORD
+from hvdtrain.bench import plots
+from hvdtrain.bench.engine import Job, launcher
+from hvdtrain.bench.report import Block, Code, Figure, Heading, Paragraph, Table, repeated, series
+from hvdtrain.bench.results import Comparison, shown, spread
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.registry import suggestion
+
+FACTORS: dict[str, Callable[[int], float]] = {
+    "allreduce": lambda n: 2 * (n - 1) / n,
+    "allgather": lambda n: (n - 1) / n,
+    "reducescatter": lambda n: (n - 1) / n,
+    "alltoall": lambda n: (n - 1) / n,
+    "broadcast": lambda n: 1.0,
+}
+COLLECTIVES = tuple(FACTORS)
+ADD = "add"
+"""Not a collective: every rank adds an array of S bytes to another, the lower bound of a reduction."""
+HOW = (
+    "Bandwidths as nccl-tests defines them (doc/PERFORMANCE.md there): with size S and time t the algorithm bandwidth "
+    "is S / t, in GB/s of 1e9 bytes; the bus bandwidth is that times 2 (n - 1) / n for allreduce, (n - 1) / n for "
+    "allgather, reducescatter and alltoall, 1 for broadcast, n ranks. S is what a rank gives; of allgather, what it "
+    "gets. A time is the median of several calls back to back, on the slowest rank; reported is the median over the "
+    "rounds, with quartiles. `memory` adds an array of S bytes to another on every rank at once: the least that "
+    "reducing takes."
+)
 
 
-def command_of(name: str, collectives: Sequence[str], sizes: Sequence[int], ranks: int) -> list[str]:
-    """Return the command that launches the engine `name` once."""
+@dataclass(frozen=True)
+class Engine:
+    """An implementation of collectives."""
+
+    about: str
+    launcher: str
+    code: str
+    """The function of `callers` that opens it in each process."""
+    collectives: tuple[str, ...] = COLLECTIVES
+
+
+ENGINES = {
+    "horovod-mpi": Engine("Horovod over MPI, called eagerly", "mpirun", "horovod"),
+    "horovod-gloo": Engine("Horovod over Gloo, called eagerly", "gloo", "horovod"),
+    "tf-ring": Engine(
+        "TensorFlow's own collectives, gRPC ring, in compiled functions",
+        "mpirun",
+        "tensorflow",
+        # A failing collective aborts all later ones: the one missing on CPUs comes last (TensorFlow 2.21).
+        ("allreduce", "allgather", "broadcast", "alltoall", "reducescatter"),
+    ),
+    "mpi4py": Engine("MPI, called by mpi4py on NumPy arrays", "mpirun", "mpi"),
+    "memory": Engine(
+        "NumPy adds two arrays on every rank at once: no collective, but what memory allows",
+        "mpirun",
+        "memory",
+        (ADD,),
+    ),
+}
+
+
+def engine(name: str) -> Engine:
+    """Return the engine `name`.
+
+    Raises:
+        ConfigError: unknown name; suggests the nearest.
+    """
+    if name not in ENGINES:
+        raise ConfigError(f"bench has no engine {name!r}.{suggestion(name, dict.fromkeys(ENGINES, ''))}")
+    return ENGINES[name]
+
+
+def job_of(name: str, collectives: Sequence[str], sizes: Sequence[int], ranks: int) -> Job:
+    """Return the job that measures the engine `name`."""
     this = engine(name)
     chosen = [one for one in this.collectives if one in collectives or one == ADD]
     words = [*launcher(this.launcher, ranks), sys.executable, "-m", "hvdtrain", "bench", "engine", name]
-    return [*words, "--collectives", *chosen, "--sizes", *map(str, sizes)]
+    command = [*words, "--collectives", *chosen, "--sizes", *map(str, sizes)]
+    return Job(name=name, setting={"ranks": ranks}, command=command)
 
 
-def run_collectives(
-    names: Sequence[str],
-    collectives: Sequence[str],
-    sizes: Sequence[int],
-    *,
-    ranks: int,
-    rounds: int,
-    limit_s: float,
-    log: Callable[[str], None],
-    ask_for: Ask | None = None,
-) -> tuple[list[EngineRun], list[Series]]:
-    """Measure every engine in every round, A B C then C B A; an engine that fails is not started again."""
-    answered = ask_for or (lambda words: ask(words, WORD, limit_s=limit_s))
-    commands = {name: command_of(name, collectives, sizes, ranks) for name in names}
-    runs = {name: EngineRun(engine=name, command=shown(command)) for name, command in commands.items()}
-    series: dict[tuple[str, str, int], Series] = {}
-    for number in range(rounds):
-        for name in names if number % 2 == 0 else reversed(names):
-            if "all" not in runs[name].skipped:
-                runs[name] = _with_round(runs[name], commands[name], answered, series)
-                log(f"round {number + 1}  {name:14} {_outcome(runs[name])}")
-    return list(runs.values()), sorted(series.values(), key=lambda one: names.index(one.engine))
+def algorithm_bandwidth(size: int, milliseconds: float) -> float:
+    """Return S / t in GB/s (1e9 bytes a second)."""
+    return size / milliseconds / 1e6
 
 
-def _with_round(
-    run: EngineRun, command: Sequence[str], answered: Ask, series: dict[tuple[str, str, int], Series]
-) -> EngineRun:
-    try:
-        answer = answered(command)
-    except LaunchFailed as error:
-        return replace(run, skipped={"all": str(error)})
-    for row in answer.value["series"]:
-        key = run.engine, row["collective"], row["bytes"]
-        known = series.get(key) or Series(engine=key[0], collective=key[1], bytes=key[2], times_ms=[])
-        series[key] = replace(known, times_ms=[*known.times_ms, row["ms"]])
-    return replace(
-        run,
-        settings=answer.value["settings"],
-        skipped=answer.value["skipped"],
-        foreign_cores=[*run.foreign_cores, answer.foreign_cores],
-    )
+def bus_bandwidth(collective: str, size: int, milliseconds: float, ranks: int) -> float | None:
+    """Return the bus bandwidth in GB/s; None if `collective` is not one."""
+    if collective not in FACTORS:
+        return None
+    return algorithm_bandwidth(size, milliseconds) * FACTORS[collective](ranks)
 
 
-def _outcome(run: EngineRun) -> str:
-    reasons = [reason if what == "all" else f"{what}: {reason}" for what, reason in run.skipped.items()]
-    return "not measured: " + "; ".join(reasons) if reasons else "measured"
+def parsed_size(text: str) -> int:
+    """Parse a size such as `4KB`, `16MB` or `1000` to bytes; units are powers of 1000.
+
+    Raises:
+        ValueError: not a size, or less than 1 KB.
+    """
+    units = {"KB": 1000, "MB": 1000**2, "GB": 1000**3}
+    number, factor = next(((text[:-2], f) for unit, f in units.items() if text.upper().endswith(unit)), (text, 1))
+    size = int(number) * factor
+    if size < 1000:
+        raise ValueError(text)
+    return size
+
+
+def shown_size(size: int) -> str:
+    """Format a size as `parsed_size` reads it."""
+    for unit, factor in (("GB", 1000**3), ("MB", 1000**2), ("KB", 1000)):
+        if size >= factor:
+            return f"{size / factor:g} {unit}"
+    return f"{size} bytes"
+
+
+def series_name(collective: str, size: int) -> str:
+    """Return the name of a collective at a size in bytes among the times of a round."""
+    return f"{collective} {size}"
+
+
+# -- the report --
+
+
+Series = dict[tuple[str, str, int], list[float]]
+"""Milliseconds per call of all rounds, by engine, collective and bytes."""
+
+
+def series_of(comparison: Comparison) -> Series:
+    """Return all times of a comparison."""
+    return {
+        (run.name, collective, int(size)): times
+        for run in comparison.runs
+        for name, times in series(run, ["ms"]).items()
+        for collective, size in (name.split(),)
+    }
+
+
+def section(comparison: Comparison) -> Iterator[Block]:
+    """Yield the blocks about a comparison of collectives."""
+    ranks, found = comparison.options["ranks"], series_of(comparison)
+    known = list(dict.fromkeys(collective for _, collective, _ in found))
+    yield Heading(f"Collectives, {ranks} ranks")
+    yield Code(comparison.command)
+    yield Paragraph(HOW)
+    lines = {name: list(_lines(found, name, ranks)) for name in COLLECTIVES if name in known}
+    if lines:
+        caption = "time and bus bandwidth over the size, medians over the rounds"
+        yield Figure(plots.bandwidths(lines), caption)
+    for name in known:
+        yield Heading(name, 3)
+        rows = [
+            [engine, shown_size(size), *_row(collective, size, times, ranks)]
+            for (engine, collective, size), times in found.items()
+            if collective == name
+        ]
+        yield Table(["engine", "size", "ms", "quartiles", "algorithm GB/s", "bus GB/s"], rows)
+    missing: list[list[Any]] = [[run.name, "all", run.skipped] for run in comparison.runs if run.skipped is not None]
+    missing += [[run.name, *pair] for run in comparison.runs for pair in run.facts.get("unavailable", {}).items()]
+    if missing:
+        yield Heading("Collectives that were not measured", 3)
+        yield Table(["engine", "what", "reason"], missing, texts=3)
+    yield from repeated(comparison.runs, "To repeat a launch of collectives")
+    about = [
+        [run.name, ENGINES[run.name].about, ", ".join(f"{k} {v}" for k, v in run.facts.get("settings", {}).items())]
+        for run in comparison.runs
+    ]
+    yield Table(["engine", "what it is", "what its processes run with"], about, texts=3)
+
+
+def _row(collective: str, size: int, times_ms: Sequence[float], ranks: int) -> list[str]:
+    times = spread(times_ms)
+    bus = bus_bandwidth(collective, size, times.median, ranks)
+    rate = f"{algorithm_bandwidth(size, times.median):.3f}"
+    return [f"{times.median:.4g}", f"{times.low:.4g} .. {times.high:.4g}", rate, shown(bus, 3)]
+
+
+def _lines(found: Series, collective: str, ranks: int) -> Iterator[plots.Line]:
+    engines = list(dict.fromkeys(engine for engine, collective, _ in found if collective != ADD))
+    wanted: list[tuple[str, str, str | None]] = [
+        (name, collective, plots.COLOURS[number % len(plots.COLOURS)]) for number, name in enumerate(engines)
+    ]
+    if collective == "allreduce":
+        wanted.append(("memory", ADD, None))
+    for name, each, colour in wanted:
+        times = {
+            size: spread(values).median for key, values in found.items() if key[:2] == (name, each) for size in key[2:]
+        }
+        if times:
+            factor = FACTORS[each](ranks) if each in FACTORS else 1.0
+            rates = [factor * algorithm_bandwidth(size, time) for size, time in times.items()]
+            label = "memory: add on every rank" if each == ADD else name
+            yield plots.Line(label, list(times), list(times.values()), rates, colour)

@@ -1,9 +1,14 @@
-"""The layouts of ranks that `bench --parallel` compares, and the bytes that they send by formula. No TensorFlow."""
+"""The comparison of layouts of ranks: jobs, bytes by formula, and the report. No TensorFlow."""
 
 import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+from hvdtrain.bench import plots
+from hvdtrain.bench.engine import Job, launcher
+from hvdtrain.bench.report import Block, Code, Figure, Heading, Paragraph, Table, repeated
+from hvdtrain.bench.results import Comparison, Run, shown, spread
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.parallel import parse_axes
 from hvdtrain.config.registry import suggestion
@@ -18,6 +23,13 @@ ALWAYS = (BASELINE, ONE, APART)
 """The layouts that the others are compared with."""
 MICROBATCHES = 4
 """Of a step of a pipeline."""
+HOW = (
+    "The layouts of a number of ranks took turns, A B C and then C B A, each launch in fresh processes, with the batch "
+    "of all ranks the same. A launch's time is the median of its windows of steps; reported are the median over the "
+    "launches, its quartiles, and the medians of its ratios in the same round: to data parallelism; to the time of one "
+    "process on the cores of one rank, divided by the ranks; and to ranks side by side that exchange nothing, since "
+    "cores may share memory bandwidth, clock or more. Memory is the peak of the rank that needs most."
+)
 FORMULA = (
     "Megabytes that all ranks together send in a step, by formula, in float32, with P parameters, B samples of L "
     "tokens, width d, depth l, and as many ranks along each axis as its name says. Gradients: 2 (dp cp - 1) P, a "
@@ -27,8 +39,8 @@ FORMULA = (
     "sum into an all-gather and a reduce-scatter. Along cp: 8 l B L d (cp - 1) / cp, query, key, value and output of "
     "each attention by all-to-all, and their gradients. Along pp: 2 (pp - 1) tp B L d, activations forward and "
     "gradients back. What is not cut along tp counts as if it were; norms, totals and statistics of the cross-entropy "
-    "are left out. Counted are the bytes on the loopback, which Gloo alone uses, from a logged step to a later one, "
-    "with all else that the ranks tell one another meanwhile."
+    "are left out. Counted are the bytes on the loopback, which Gloo alone uses, over the steps that are timed, with "
+    "all else that the ranks send one another meanwhile."
 )
 
 
@@ -89,22 +101,21 @@ def options_of(layout: str, ranks: int) -> list[str]:
     return known[layout]
 
 
-def processes(layout: str, ranks: int) -> int:
-    """Return the number of processes of a layout beside those of `ranks` ranks."""
-    return 1 if layout == ONE else ranks
-
-
-def words_of(layout: str, model: str, ranks: int, steps: int, folder: Path) -> list[str]:
-    """Return the arguments of `bench layout` for a layout, with the batch of all ranks the same in all of them."""
-    its = MODELS[model]
+def job_of(layout: str, *, model: str, controller: str, ranks: int, steps: int) -> Job:
+    """Return the job that measures a layout, with the batch of all ranks the same in all of them."""
+    its, count, window = MODELS[model], 1 if layout == ONE else ranks, max(1, steps // 6)
+    started = launcher(controller if count > 1 else "none", count)
     sizes = ["depth", its.depth, "width", its.width, "heads", its.heads]
     data = ["length", its.length, "vocabulary", its.vocabulary, "samples", its.batch * steps]
-    return [
+    command = [
+        *(*started, sys.executable, "-m", "hvdtrain", "bench", "layout"),
         *("lm_synthetic", "--model-args", *map(str, sizes), "--data-args", *map(str, data)),
-        *("--batch", str(its.batch), "--epochs", "1", "--log-every", str(max(1, steps // 2)), "--plots", "False"),
-        *("--checkpoint-every", "1000000", "--schedule", "constant", "--warmup-steps", "0"),
-        *("--run-dir", str(folder), *options_of(layout, ranks)),
+        *("--batch", str(its.batch), "--epochs", "1", "--schedule", "constant", "--warmup-steps", "0"),
+        *("--steps", str(window), "--windows", str(max(1, steps // window - 2))),
+        *options_of(layout, ranks),
     ]
+    setting = {"model": model, "ranks": ranks, "controller": controller}
+    return Job(name=layout, setting=setting, command=command, group=f"{controller} {ranks}")
 
 
 def sent_mb(layout: str, model: str, ranks: int, parameters: int) -> float | None:
@@ -130,3 +141,72 @@ def sent_mb(layout: str, model: str, ranks: int, parameters: int) -> float | Non
 
 def _value_of(option: str, options: list[str]) -> str | None:
     return options[options.index(option) + 1] if option in options else None
+
+
+# -- the report --
+
+
+def section(comparison: Comparison) -> Iterator[Block]:
+    """Yield the blocks about layouts."""
+    yield Heading("Layouts of ranks")
+    yield Code(comparison.command)
+    yield Paragraph(HOW)
+    yield Paragraph(FORMULA)
+    groups: dict[str, list[Run]] = {}
+    for run in comparison.runs:
+        groups.setdefault(_title(run), []).append(run)
+    for title, group in groups.items():
+        runs = [run for run in group if run.rounds]
+        yield Heading(title, 3)
+        yield _table(runs)
+        if runs:
+            times = [spread(run.medians("windows_ms")).median for run in runs]
+            bars = {"ms a step": times, "MiB": [spread(_peaks(run)).median for run in runs]}
+            yield Figure(plots.bars([run.name for run in runs], bars), "time of a step and peak memory of each layout")
+    skipped = [[_title(run), run.name, run.skipped] for run in comparison.runs if run.skipped is not None]
+    if skipped:
+        yield Heading("Layouts that were not measured", 3)
+        yield Table(["", "layout", "reason"], skipped, texts=3)
+    yield from repeated(comparison.runs, "To repeat a launch of a layout")
+
+
+def _title(run: Run) -> str:
+    model = run.setting["model"]
+    return f"{model} ({MODELS[model].about}), {run.setting['ranks']} ranks over {run.setting['controller']}"
+
+
+def _table(runs: Sequence[Run]) -> Table:
+    columns = ["layout", "ms a step", "quartiles", f"time / {BASELINE}", f"time / share of {ONE}", f"time / {APART}"]
+    columns += ["peak MiB", f"less than {BASELINE}", "MB sent, formula", "counted", "rounds"]
+    named = {run.name: run for run in runs}
+    return Table(columns, [_row(run, named) for run in runs])
+
+
+def _row(run: Run, named: Mapping[str, Run]) -> list[str]:
+    times, ranks, sent = spread(run.medians("windows_ms")), run.setting["ranks"], run.medians("sent_mb")
+    share, base = _ratio(run, named.get(ONE)), named.get(BASELINE)
+    less = None
+    if base is not None:
+        less = spread([theirs - mine for mine, theirs in zip(_peaks(run), _peaks(base), strict=False)]).median
+    formula = sent_mb(run.name, run.setting["model"], ranks, run.facts.get("parameters") or 0)
+    return [
+        *(run.name, f"{times.median:.1f}", f"{times.low:.1f} .. {times.high:.1f}"),
+        shown(_ratio(run, base), 2),
+        shown(ranks * share if share is not None and run.name != ONE else None, 2),
+        shown(_ratio(run, named.get(APART)), 2),
+        *(shown(spread(_peaks(run)).median), shown(less), shown(formula, 1)),
+        *(shown(spread(sent).median if sent else None, 1), str(len(run.rounds))),
+    ]
+
+
+def _peaks(run: Run) -> list[float]:
+    """Return the peak memory of the rank that needs most, for each round."""
+    return [max(values) for values in run.figure("peak_rss_mib")]
+
+
+def _ratio(run: Run, other: Run | None) -> float | None:
+    """Return the median ratio of the times of a layout and another one in the same rounds."""
+    if other is None:
+        return None
+    pairs = zip(run.medians("windows_ms"), other.medians("windows_ms"), strict=False)
+    return spread([mine / theirs for mine, theirs in pairs]).median

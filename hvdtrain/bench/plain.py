@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.bench.timing import Timing, Usage, merged, own_usage, peak_rss_mib, process_settings
+from hvdtrain.bench.timing import Timing, Usage, own_usage, peak_rss_mib, process_settings, usage_figures
 from hvdtrain.config.run import Config
 from hvdtrain.data.registry import load_splits
 from hvdtrain.data.source import DataSplits
@@ -103,7 +103,13 @@ class PlainLoop:
             yield
 
     def gradient_sizes(self) -> list[dict[str, Any]]:
-        """Return the fields of `GradientSize` for each gradient, by tracing the step without running it."""
+        """Trace the step without running it, and return the size of each gradient.
+
+        Returns:
+            bytes: of the variable.
+            rows_per_sample: rows of an embedding table that a sample touches, with duplicates; missing if dense.
+            row_bytes: of a row with its index.
+        """
         found: list[dict[str, Any]] = []
 
         def look(inputs: Any, targets: Any) -> None:
@@ -151,8 +157,8 @@ def window_of(steps: Iterator[None], count: int) -> float:
     return 1000.0 * (time.perf_counter() - begin) / count
 
 
-def measure(config: Config, timing: Timing, environment: Environment) -> dict[str, Any]:
-    """Measure the loop; every rank calls it, and the answer is valid on rank 0."""
+def measure(config: Config, timing: Timing, environment: Environment) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Measure the loop; return figures and facts, valid on rank 0. Collective."""
     malloc = choose_malloc(config.processes.malloc)
     threads = pin_and_start(environment)
     loop = PlainLoop(config, environment)
@@ -162,16 +168,16 @@ def measure(config: Config, timing: Timing, environment: Environment) -> dict[st
     begin = own_usage()
     windows = [window_of(steps, timing.steps) for _ in range(timing.windows)]
     used = own_usage().since(begin)
-    facts = _from_all_ranks([peak_rss_mib(), used.user_s, used.system_s, used.page_faults], environment.size)
-    own = {
-        "windows_ms": windows,
+    everyone = _from_all_ranks([peak_rss_mib(), used.user_s, used.system_s, used.page_faults], environment.size)
+    usages = [Usage(user_s, system_s, int(page_faults)) for _, user_s, system_s, page_faults in everyone]
+    figures = {"windows_ms": windows, **usage_figures(usages, everyone[:, 0], timing.windows * timing.steps)}
+    facts: dict[str, Any] = {
         "settings": process_settings(threads, malloc=malloc),
         "parameters": sum(int(np.prod(v.shape)) for v in loop.model.trainable_variables),
     }
     if environment.size == 1:
-        own["gradients"] = loop.gradient_sizes()
-    usages = [Usage(user_s, system_s, int(page_faults)) for _, user_s, system_s, page_faults in facts]
-    return merged(own, used=usages, rss=facts[:, 0], steps=timing.windows * timing.steps)
+        facts["gradients"] = loop.gradient_sizes()
+    return figures, facts
 
 
 def _from_all_ranks(facts: list[float], size: int) -> Any:

@@ -1,26 +1,68 @@
-"""A side that hvdtrain trains, on any backend: the loop that users run, with a stopwatch."""
+"""A side that hvdtrain trains, on any backend: the loop that users run with a stopwatch, and the parts of its step.
 
-import json
+Variants of the step, each with one part less, take turns in the same processes:
+
+    whole    a batch from the pipeline, forward and backward pass, exchange, update
+    batch    the same on one fixed batch: without the pipeline
+    alone    the same without the exchange, on all ranks at the same time
+    passes   the same without the update: forward and backward pass
+
+The parts are the differences: input = whole - batch, exchange = batch - alone, update = alone - passes. A part that
+overlaps with another counts only as far as it prolongs the step. Differences of noisy times can be negative, and are
+reported as they are.
+"""
+
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from hvdtrain.backends.protocol import Backend
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import Backend, gather
 from hvdtrain.backends.select import backend_for
-from hvdtrain.bench.breakdown import WITH_BREAKDOWN, breakdown
-from hvdtrain.bench.served import ServedProcesses
-from hvdtrain.bench.timing import Timing, Usage, merged, own_usage, peak_rss_mib, process_settings
+from hvdtrain.backends.single import SingleBackend
+from hvdtrain.bench.timing import (
+    ServedProcesses,
+    Timing,
+    Usage,
+    in_turn,
+    own_usage,
+    peak_rss_mib,
+    process_settings,
+    sent_to_itself,
+    usage_figures,
+    window,
+)
 from hvdtrain.config.run import Config
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.pipeline import TrainingData
+from hvdtrain.models.registry import model_family
 from hvdtrain.observability.events import Observer
 from hvdtrain.runs.run_data import run_data
 from hvdtrain.runs.trainers import run_trainer
 from hvdtrain.runtime.session import Session
 from hvdtrain.training.loop.loop import Plan
+from hvdtrain.training.objective.losses import summed_loss
+from hvdtrain.training.objective.metric_specs import MetricSpec
+from hvdtrain.training.step.batches import per_microbatch
+from hvdtrain.training.step.forward_backward import LocalGradients
+from hvdtrain.training.step.train_step import TrainStep
 from hvdtrain.training.trainer import Trainer
+from hvdtrain.training.update_rules.all_reduce import AllReduceUpdate
+from hvdtrain.training.update_rules.base import UpdateRule
 
-GATHER_TIMEOUT_S = 600.0
+WITH_BREAKDOWN = ("horovod", "single")
+"""Backends whose exchange can be left out: each process holds plain variables."""
+ROUNDS = 3
+PARTS = {
+    "forward and backward": ("passes", None),
+    "exchange": ("batch", "alone"),
+    "input": ("whole", "batch"),
+    "update": ("alone", "passes"),
+}
+"""Each part's time: that of the first variant minus that of the second."""
 
 
 class Stopwatch(Observer):
@@ -48,59 +90,119 @@ class Stopwatch(Observer):
 
 
 class Metered:
-    """Training data that record what this rank and its servers use over the counted steps."""
+    """Training data that record what this rank and its servers use, and this machine sends, over the counted steps."""
 
     def __init__(self, data: TrainingData, timing: Timing, served: ServedProcesses) -> None:
         self.steps_per_epoch = data.steps_per_epoch
         self.batch = data.batch
         self.remedy = data.remedy
-        self._used: dict[int, Usage] = {}
+        self._looks: list[tuple[Usage, int]] = []
         self._data = data
         self._timing = timing
         self._served = served
 
     def batches(self, start_step: int) -> Iterator[Batch]:
-        """See `TrainingData.batches`."""
+        """Yield the batches."""
         for step, batch in enumerate(self._data.batches(start_step), start_step):
             if step in (self._timing.first, self._timing.last):
-                self._used[step] = own_usage() + self._served.usage()
+                self._looks.append((own_usage() + self._served.usage(), sent_to_itself()))
             yield batch
 
-    def used(self) -> Usage:
-        """Return what was used over the counted steps."""
-        return self._used[self._timing.last].since(self._used[self._timing.first])
+    def used(self) -> tuple[Usage, int]:
+        """Return what was used, and the bytes that this machine sent to itself, over the counted steps."""
+        (usage, sent), (later, sent_later) = self._looks
+        return later.since(usage), sent_later - sent
 
 
-def measure(session: Session, config: Config, timing: Timing) -> dict[str, Any]:
-    """Measure training as users run it; every rank calls it, and the answer is valid on rank 0."""
-    served = ServedProcesses(session)
-    backend = backend_for(session)
+def built_trainer(config: Config, backend: Backend) -> tuple[Trainer, TrainingData]:
+    """Return a trainer as the command line makes it, with its model built, and its data."""
     source = run_data(config, backend)
     trainer = run_trainer(config, source, backend)
     trainer.build(source.training)
-    data, watch = Metered(source.training, timing, served), Stopwatch(timing.steps)
+    return trainer, source.training
+
+
+def measure(session: Session, config: Config, timing: Timing) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Measure training as users run it; return figures and facts, valid on rank 0. Collective."""
+    served = ServedProcesses(session)
+    backend = backend_for(session)
+    trainer, training = built_trainer(config, backend)
+    data, watch = Metered(training, timing, served), Stopwatch(timing.steps)
     # One extra step, at which the CPU time after the last counted one is recorded.
     trainer.train(data, Plan(timing.last + 1, log_every=timing.steps), observers=watch)
-    facts = from_all_ranks(backend, {"used": vars(data.used()), "rss": [peak_rss_mib(), *served.peak_rss_mib()]})
-    own: dict[str, Any] = {
+    (usage, sent), count = data.used(), timing.last - timing.first
+    everyone = gather(backend, [vars(usage), [peak_rss_mib(), *served.peak_rss_mib()]])
+    usages, peaks = [Usage(**used) for used, _ in everyone], [peak for _, peaks in everyone for peak in peaks]
+    figures = {
         "windows_ms": watch.windows_ms[timing.warm_up : timing.warm_up + timing.windows],
-        "settings": process_settings(session.plan.threads, malloc=session.malloc),
-        "parameters": trainer.state.parameters(),
+        **usage_figures(usages, peaks, count),
     }
+    place = session.environment
+    if place.controller == "gloo" and place.size > 1:  # which alone uses the loopback
+        figures["sent_mb"] = sent / count / 1e6
     if timing.breakdown and backend.name in WITH_BREAKDOWN:
-        own["breakdown_ms"] = _breakdown(session, config=config, trainer=trainer, data=source.training, timing=timing)
-    used, peaks = [Usage(**fact["used"]) for fact in facts], [rss for fact in facts for rss in fact["rss"]]
-    return merged(own, used=used, rss=peaks, steps=timing.last - timing.first)
+        figures["breakdown_ms"] = breakdown(session, config, trainer=trainer, data=training, timing=timing)
+    settings = process_settings(session.plan.threads, malloc=session.malloc)
+    return figures, {"settings": settings, "parameters": trainer.state.parameters()}
 
 
-def from_all_ranks(backend: Backend, fact: Any) -> list[Any]:
-    """Return the `fact` of all ranks, of JSON types."""
-    return [json.loads(text) for text in backend.gather_bytes(json.dumps(fact).encode(), timeout=GATHER_TIMEOUT_S)]
-
-
-def _breakdown(
-    session: Session, config: Config, trainer: Trainer, data: TrainingData, timing: Timing
+def breakdown(
+    session: Session, config: Config, *, trainer: Trainer, data: TrainingData, timing: Timing
 ) -> dict[str, float]:
-    variants = breakdown(session, config=config, trainer=trainer, data=data, timing=timing)
-    by_rank = from_all_ranks(trainer.backend, variants.times_ms)
-    return variants.parts(by_rank)
+    """Return the milliseconds of each part of `trainer`'s step. Collective, after all other measurements."""
+    backend = trainer.backend
+    stream = data.batches(0)
+    one = next(stream)
+    whole = trainer.compiled_step(data)
+    mine = one._replace(global_samples=config.data.batch // backend.data_parallel.size)
+    here, optimizer = SingleBackend(session), trainer.optimizer
+    # Slots of its own: the trainer's may be slices.
+    update = AllReduceUpdate(here, trainer.model, type(optimizer).from_config(optimizer.get_config()))
+    steps: dict[str, Callable[[], Any]] = {
+        "whole": lambda: whole(next(stream), measure=False).totals,
+        "batch": lambda: whole(one, measure=False).totals,
+        "alone": _step_alone(config, trainer, here, mine=mine, rule=update),
+        "passes": _step_alone(config, trainer, here, mine=mine, rule=NoUpdate()),
+    }
+    for step in steps.values():
+        step().numpy()  # traces
+    count = max(2, timing.steps // 2)
+    sides = {name: partial(window, step, count) for name, step in steps.items()}
+    return parts_of(in_turn(sides, ROUNDS, partial(gather, backend), warm_up=0))
+
+
+def parts_of(times_ms: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Return the milliseconds of each part, from those of each variant in each round: differences of medians."""
+    medians = {name: float(np.median(times)) for name, times in times_ms.items()}
+    return {part: medians[over] - (0.0 if under is None else medians[under]) for part, (over, under) in PARTS.items()}
+
+
+def _step_alone(config: Config, trainer: Trainer, here: Backend, *, mine: Batch, rule: UpdateRule) -> Callable[[], Any]:
+    """Return a step on this rank's slice of a batch, without any exchange."""
+    model, training = trainer.model, config.training
+    outputs = model(mine.inputs, training=False)
+    names = lambda: getattr(model, "output_names", None)  # noqa: E731
+    samples = config.data.batch // trainer.backend.data_parallel.size
+    step = TrainStep(
+        backend=here,
+        state=trainer.state,
+        loss=summed_loss(model_family(config.model).loss(), None, names),
+        metrics=MetricSpec([], []).resolve(mine.targets, outputs, here, names),
+        rule=rule,
+        microbatch=per_microbatch(samples, 1, training.accumulate) if training.accumulate > 1 else None,
+    )
+    return lambda: step(mine, measure=False).totals
+
+
+class NoUpdate(UpdateRule):
+    """Leaves everything as it is, once all gradients are there."""
+
+    def __init__(self) -> None:
+        """Own nothing: there is no optimizer to build."""
+
+    def update(self, local: LocalGradients, *, measure: bool) -> tuple[tf.Tensor, None]:
+        """Return the totals, no longer those of the step, and no norm."""
+        gradients = [g.values if isinstance(g, tf.IndexedSlices) else g for g in local.gradients if g is not None]
+        # A value of each goes into the result: control dependencies would be optimized away, and the backward pass.
+        touched = [tf.cast(tf.reshape(gradient, [-1])[0], local.totals.dtype) for gradient in gradients]
+        return tf.add_n([local.totals, *(tf.fill(tf.shape(local.totals), value) for value in touched)]), None

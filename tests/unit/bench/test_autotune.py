@@ -3,13 +3,12 @@
 import pytest
 
 from hvdtrain.bench.autotune import WORTH, autotune
-from hvdtrain.bench.launching import Answer, LaunchFailed
-from hvdtrain.bench.plan import Point
-from hvdtrain.bench.suite import Launching
+from hvdtrain.bench.engine import Answer, Job, LaunchFailed
+from hvdtrain.bench.results import read_results
 from hvdtrain.cli.main import main
 from hvdtrain.runtime.tuning import EXCHANGE_DEFAULTS
 
-MPI, GLOO = (Point(name, "lm", ranks=2, batch=8) for name in ("horovod-mpi", "horovod-gloo"))
+JOB = Job(name="horovod-mpi", setting={"model": "lm"}, command=["bench", "side"])
 YIELD, CYCLE, FUSION = EXCHANGE_DEFAULTS
 
 
@@ -20,17 +19,18 @@ class Machine:
         self.asked = []
         self._costs, self._foreign, self._drift = costs, foreign, drift
 
-    def __call__(self, command, settings):
+    def __call__(self, job):
+        settings = job.environ
         self.asked.append(dict(settings))
         cost = sum(self._costs.get((name, value), 0.0) for name, value in settings.items())
         milliseconds = 100.0 + cost - self._drift * len(self.asked)
-        return Answer({"windows_ms": [milliseconds - 1, milliseconds, milliseconds + 7]}, self._foreign)
+        return Answer({"windows_ms": [milliseconds - 1, milliseconds, milliseconds + 7]}, {}, self._foreign)
 
 
-def tuned(point=MPI, **machine):
+def tuned(mpi=True, **machine):
     machine = Machine(**machine)
     logged = []
-    return autotune(point, Launching(), machine, logged.append), machine, logged
+    return autotune(JOB, machine, logged.append, mpi=mpi), machine, logged
 
 
 def test_the_defaults_stay_where_nothing_is_faster():
@@ -48,6 +48,9 @@ def test_what_is_faster_is_kept_while_the_rest_is_tried_and_compared_anew_at_the
     assert found.saved == pytest.approx(0.3)
     best = EXCHANGE_DEFAULTS | found.settings
     assert machine.asked[-2:] == [EXCHANGE_DEFAULTS, best]
+    runs = {run.name: run for run in found.runs}
+    assert len(runs["the defaults"].rounds) == 2
+    assert runs[f"{CYCLE}=0.1"].command == f"{CYCLE}=0.1 bench side"
 
 
 def test_savings_that_are_too_small_to_be_told_from_noise_are_left():
@@ -62,7 +65,7 @@ def test_a_machine_that_grows_faster_meanwhile_does_not_change_the_settings():
 
 
 def test_under_gloo_nothing_of_mpi_is_tried():
-    _, machine, _ = tuned(GLOO, costs={})
+    _, machine, _ = tuned(mpi=False, costs={})
     assert {asked[YIELD] for asked in machine.asked} == {"1"}
     assert len(machine.asked) == 5
 
@@ -78,16 +81,10 @@ def test_other_programs_make_it_unbelievable():
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-
-    def put(machine):
-        monkeypatch.setattr(
-            "hvdtrain.bench.launching.ask", lambda command, word, *, limit_s, settings: machine(command, settings)
-        )
-
-    return put
+    return lambda machine: monkeypatch.setattr("hvdtrain.cli.bench.launch", lambda job, *, limit_s: machine(job))
 
 
-def test_what_was_found_is_written_to_be_sourced(machine, capsys, tmp_path):
+def test_what_was_found_is_written_to_be_sourced_and_reported(machine, capsys, tmp_path):
     machine(Machine({(CYCLE, "0.1"): -10.0}))
     assert main(["bench", "--autotune", "--ranks", "2", "--model", "mlp"]) == 0
     assert (tmp_path / "bench" / "exchange.env").read_text().splitlines() == [
@@ -96,24 +93,31 @@ def test_what_was_found_is_written_to_be_sourced(machine, capsys, tmp_path):
         "export HOROVOD_CYCLE_TIME=0.1",
     ]
     assert capsys.readouterr().out.endswith("to train so  source bench/exchange.env\n")
+    (folder,) = (path for path in (tmp_path / "bench").iterdir() if path.is_dir())
+    assert read_results(folder).comparisons["autotune"].options["model"] == "mlp"
+    report = (folder / "report.md").read_text()
+    assert "| HOROVOD_CYCLE_TIME=0.1 | mlp, 2 ranks, batch 64 | windows_ms | 90 | 90 .. 90 | 2 |" in report
+    assert "HOROVOD_CYCLE_TIME=0.1 mpirun" in report
 
 
-def test_the_command_says_so_where_the_defaults_are_best(machine, capsys, tmp_path):
-    machine(Machine({}))
-    assert main(["bench", "--autotune", "--ranks", "2"]) == 0
-    assert "the defaults are as fast as anything that was tried" in capsys.readouterr().out
-    assert not list(tmp_path.iterdir())
-
-
-def test_the_command_writes_nothing_where_it_was_too_noisy(machine, capsys, tmp_path):
-    machine(Machine({(CYCLE, "0.1"): -10.0}, foreign=0.5))
-    assert main(["bench", "--ranks", "2", "--autotune"]) == 1
-    assert "other programs took 0.50 cores meanwhile: nothing was written" in capsys.readouterr().out
-    assert not list(tmp_path.iterdir())
+@pytest.mark.parametrize(
+    ("known", "code", "said"),
+    [
+        (Machine({}), 0, "the defaults are as fast as anything that was tried"),
+        (Machine({(CYCLE, "0.1"): -10.0}, foreign=0.5), 1, "took 0.50 cores meanwhile: no settings were written"),
+    ],
+)
+def test_no_settings_are_written_where_none_are_better_or_it_was_too_noisy(
+    machine, capsys, tmp_path, known, code, said
+):
+    machine(known)
+    assert main(["bench", "--ranks", "2", "--autotune"]) == code
+    assert said in capsys.readouterr().out
+    assert not (tmp_path / "bench" / "exchange.env").exists()
 
 
 def test_the_command_explains_what_cannot_be_timed(machine, capsys):
-    def nothing(command, settings):
+    def nothing(job):
         raise LaunchFailed("mpirun: No such file or directory")
 
     machine(nothing)
@@ -121,5 +125,3 @@ def test_the_command_explains_what_cannot_be_timed(machine, capsys):
     assert "horovod-mpi could not be timed: mpirun: No such file or directory" in capsys.readouterr().err
     assert main(["bench", "--autotune", "--ranks", "3"]) == 2
     assert "A batch of 64 samples does not divide among 3 ranks." in capsys.readouterr().err
-    assert main(["bench", "--autotune", "--backends", "mirrored"]) == 2
-    assert "--backends" in capsys.readouterr().err

@@ -6,16 +6,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdtrain.backends.single import SingleBackend
-from hvdtrain.bench.breakdown import NoUpdate, Variants, breakdown
-from hvdtrain.bench.catalog import bench_config
 from hvdtrain.bench.plain import PlainLoop, window_of
-from hvdtrain.bench.timing import Timing, Usage, merged
-from hvdtrain.bench.trained import Metered, Stopwatch, measure
+from hvdtrain.bench.suite import bench_config
+from hvdtrain.bench.timing import Timing, Usage
+from hvdtrain.bench.trained import PARTS, Metered, NoUpdate, Stopwatch, measure, parts_of
 from hvdtrain.config.data import DataConfig
 from hvdtrain.config.model import ModelConfig
-from hvdtrain.runs.run_data import run_data
-from hvdtrain.runs.trainers import run_trainer
 from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.training.step.forward_backward import LocalGradients
 
@@ -56,40 +52,23 @@ def test_the_plain_loop_computes_in_the_precision_it_is_asked_for():
     assert keras.config.dtype_policy().name == "float32", "others are not to find another policy"
 
 
-def test_the_variants_of_a_step_take_turns(session):
-    backend = SingleBackend(session)
-    source = run_data(MLP, backend)
-    trainer = run_trainer(MLP, source, backend)
-    trainer.build(source.training)
-    found = breakdown(session, MLP, trainer, source.training, Timing(steps=2, windows=1))
-    assert {name: len(times) for name, times in found.times_ms.items()} == {
-        "whole": 3,
-        "batch": 3,
-        "alone": 3,
-        "passes": 3,
-    }
-    parts = found.parts([found.times_ms])
-    assert sum(parts.values()) == pytest.approx(float(np.median(found.times_ms["whole"])))
-
-
 @pytest.mark.parametrize("steps", [1, 2])
 def test_what_a_side_answers(session, steps):
-    answer = measure(session, MLP, Timing(steps=steps, windows=3, warm_up=1, breakdown=steps == 1))
-    assert len(answer["windows_ms"]) == 3
-    assert answer["parameters"] == 48 * 8 + 8 + 8 * 10 + 10
-    assert answer["cpu_s"] > 0
-    assert 0 <= answer["kernel_share"] < 1
-    assert answer["page_faults"] >= 0
-    assert len(answer["peak_rss_mib"]) == 1
-    assert ("breakdown_ms" in answer) == (steps == 1)
+    figures, facts = measure(session, MLP, Timing(steps=steps, windows=3, warm_up=1, breakdown=steps == 1))
+    assert len(figures["windows_ms"]) == 3
+    assert facts["parameters"] == 48 * 8 + 8 + 8 * 10 + 10
+    assert figures["cpu_s"] > 0
+    assert 0 <= figures["kernel_share"] < 1
+    assert figures["page_faults"] >= 0
+    assert len(figures["peak_rss_mib"]) == 1
+    assert set(figures.get("breakdown_ms", {})) == (set(PARTS) if steps == 1 else set())
 
 
-def test_the_parts_are_the_differences_on_the_slowest_rank():
-    ranks = [
-        {"whole": [10.0, 12.0, 11.0], "batch": [9.0] * 3, "alone": [6.0] * 3, "passes": [5.0] * 3},
-        {"whole": [9.0, 9.0, 9.0], "batch": [9.5] * 3, "alone": [4.0] * 3, "passes": [4.0] * 3},
-    ]
-    assert Variants.parts(ranks) == {"forward and backward": 5.0, "exchange": 3.5, "input": 1.5, "update": 1.0}
+def test_the_parts_are_the_differences_of_the_variants_and_add_up():
+    times = {"whole": [10.0, 12.0, 11.0], "batch": [9.5] * 3, "alone": [6.0] * 3, "passes": [5.0] * 3}
+    parts = parts_of(times)
+    assert parts == {"forward and backward": 5.0, "exchange": 3.5, "input": 1.5, "update": 1.0}
+    assert sum(parts.values()) == 11.0
 
 
 def test_without_an_update_the_gradients_are_there_and_nothing_changes():
@@ -106,7 +85,7 @@ def test_without_an_update_the_gradients_are_there_and_nothing_changes():
     assert variable.numpy().tolist() == [1.0, 2.0]
 
 
-def test_usage_is_noted_between_the_counted_steps():
+def test_usage_is_noted_between_the_counted_steps(monkeypatch):
     class Data:
         steps_per_epoch, batch, remedy = 5, 8, ""
 
@@ -123,28 +102,19 @@ def test_usage_is_noted_between_the_counted_steps():
             self.looks += 1
             return Usage(system_s=6.0 * self.looks, page_faults=600 * self.looks)
 
+    totals = iter([2_000_000, 3_000_000])
+    monkeypatch.setattr("hvdtrain.bench.trained.sent_to_itself", lambda: next(totals))
     data = Metered(Data(), Timing(steps=2, windows=3, warm_up=1), Served())
     stream = data.batches(0)
     for step in range(9):
         next(stream)
         if step >= 2:
             sum(n * n for n in range(20_000))
-    used = data.used()
+    used, sent = data.used()
+    assert sent == 1_000_000
     assert 0 < used.user_s < 6, "of six steps"
     assert 6 <= round(used.system_s, 6) < 12
     assert 600 <= used.page_faults < 6000
-
-
-def test_figures_of_all_processes_are_per_step():
-    ranks = [Usage(2.0, 1.0, 700), Usage(3.0, 2.0, 100)]
-    answer = merged({"parameters": 7}, used=ranks, rss=[500, 400.5], steps=4)
-    assert answer == {
-        "parameters": 7,
-        "cpu_s": 2.0,
-        "kernel_share": 0.375,
-        "page_faults": 200.0,
-        "peak_rss_mib": [500.0, 400.5],
-    }
 
 
 def test_windows_are_timed_without_what_is_done_between_them():

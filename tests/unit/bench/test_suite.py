@@ -1,188 +1,163 @@
-"""The order of launches, and what becomes of those that fail; no ranks are started but for commands that fail."""
-
-import sys
+"""Which points a comparison of steps has, and its throughput, ratios, efficiencies and bytes against their formulas."""
 
 import pytest
 
-from hvdtrain.bench.collectives import run_collectives
-from hvdtrain.bench.launching import Answer, LaunchFailed, ask, launcher, reason_of, shown
-from hvdtrain.bench.plan import Matrix, points
-from hvdtrain.bench.suite import Launching, run_suite
-from hvdtrain.cli.main import main
-
-ANSWER = {
-    "windows_ms": [10.0, 11.0],
-    "cpu_s": 0.02,
-    "kernel_share": 0.25,
-    "page_faults": 300.0,
-    "peak_rss_mib": [500.0],
-    "settings": {"threads": "1"},
-    "parameters": 7,
-    "gradients": [{"bytes": 28}],
-}
+from hvdtrain.bench.results import Refused
+from hvdtrain.bench.suite import MODELS, Launching, Point, bench_config, job_of, points
+from hvdtrain.bench.suite_report import figures, sent_bytes
+from hvdtrain.config.errors import ConfigError
+from tests.unit.bench.bench_results import PARTS, run, suite
 
 
-class Machine:
-    """Answers commands, and fails those of one side from some launch on."""
-
-    def __init__(self, failing="", after=0):
-        self.asked = []
-        self._failing, self._after = failing, after
-
-    def __call__(self, words):
-        name = words[words.index("side") + 1]
-        if name == self._failing and self.asked.count(name) >= self._after:
-            self.asked.append(name)
-            raise LaunchFailed("the backend is not there")
-        self.asked.append(name)
-        return Answer(ANSWER, 0.1)
+def matrix(sides=("horovod-mpi",), models=("mlp",), ranks=(2,), **more):
+    return points(sides=sides, models=models, ranks=ranks, **more)
 
 
-def run(machine, rounds=3):
-    todo, refused = points(
-        Matrix(sides=["horovod-mpi", "plain-mpi", "single"], models=["mlp"], ranks=[2], scalings=["strong"])
-    )
-    logged, kept = [], []
-    cells = run_suite(todo, refused, Launching(rounds=rounds), log=logged.append, keep=kept.append, ask_for=machine)
-    return {cell.side: cell for cell in cells}, logged, kept
+def refused(found):
+    return {point.side: point.refusal for point in found if point.refusal is not None}
 
 
-def test_every_side_is_launched_in_every_round():
-    machine = Machine()
-    cells, logged, kept = run(machine)
-    there = ["one-core", "horovod-mpi", "plain-mpi"]
-    assert machine.asked == [*there, *reversed(there), *there]
-    assert [len(cells[side].rounds) for side in there] == [3, 3, 3]
-    assert cells["one-core"].gradients[0].bytes == 28
-    assert cells["horovod-mpi"].rounds[0].foreign_cores == 0.1
-    assert cells["horovod-mpi"].rounds[0].page_faults == 300.0
-    assert cells["horovod-mpi"].rounds[0].kernel_share == 0.25
-    assert "one replica" in cells["single"].skipped
-    assert len(logged) == 9
-    assert "11.00 ms a step" in logged[0]
-    assert len(kept) == 3, "what was measured is kept after each round"
+def test_at_the_largest_number_of_ranks_strong_and_weak_scaling_are_one_run():
+    assert matrix() == [
+        Point("one-core", "mlp", 1, 64),  # what the step takes
+        Point("one-core", "mlp", 1, 32),  # what a rank takes
+        Point("horovod-mpi", "mlp", 2, 64),
+    ]
 
 
-def test_a_side_that_is_not_there_says_why_and_the_others_go_on():
-    machine = Machine("plain-mpi")
-    cells, logged, _ = run(machine)
-    assert machine.asked.count("plain-mpi") == 1
-    assert (cells["plain-mpi"].rounds, cells["plain-mpi"].skipped) == ([], "the backend is not there")
-    assert len(cells["horovod-mpi"].rounds) == 3
-    assert any("not measured: the backend is not there" in line for line in logged)
+def test_fewer_ranks_take_the_whole_batch_and_their_share():
+    found = matrix(ranks=[2, 4])
+    assert [(p.ranks, p.batch) for p in found if p.side == "horovod-mpi"] == [(2, 64), (2, 32), (4, 64)]
+    assert {p.batch for p in found if p.side == "one-core"} == {64, 32, 16}
 
 
-def test_what_was_measured_before_a_failure_is_kept():
-    cells, _, _ = run(Machine("horovod-mpi", after=2))
-    assert (len(cells["horovod-mpi"].rounds), cells["horovod-mpi"].skipped) == (2, "the backend is not there")
+def test_with_one_kind_of_scaling_nothing_else_is_run():
+    strong, weak = (matrix(ranks=[2, 4], scalings=[kind]) for kind in ("strong", "weak"))
+    assert {(p.side, p.batch) for p in strong} == {("one-core", 64), ("horovod-mpi", 64)}
+    assert {(p.side, p.batch) for p in weak} == {("one-core", 16), ("horovod-mpi", 32), ("horovod-mpi", 64)}
 
 
-def test_engines_take_turns_and_one_that_fails_is_left_out():
-    asked = []
-
-    def answer(words):
-        name = words[words.index("engine") + 1]
-        asked.append(name)
-        if name == "tf-ring":
-            raise LaunchFailed("it did not start")
-        rows = [{"collective": "allreduce", "bytes": 1000, "ms": float(len(asked))}]
-        skipped = {"alltoall": "there is none"} if name == "mpi4py" else {}
-        return Answer({"series": rows, "skipped": skipped, "settings": {}}, 0.0)
-
-    logged = []
-    runs, series = run_collectives(
-        ["mpi4py", "tf-ring", "memory"],
-        ["allreduce", "alltoall"],
-        [1000],
-        ranks=2,
-        rounds=2,
-        limit_s=1.0,
-        log=logged.append,
-        ask_for=answer,
-    )
-    assert asked == ["mpi4py", "tf-ring", "memory", "memory", "mpi4py"]
-    assert [run.skipped for run in runs] == [{"alltoall": "there is none"}, {"all": "it did not start"}, {}]
-    assert [(one.engine, one.times_ms) for one in series] == [("mpi4py", [1.0, 5.0]), ("memory", [3.0, 4.0])]
-    assert "--collectives add" in runs[2].command
-    assert len(logged) == 5
+def test_accumulation_leaves_the_microbatch_as_it_is():
+    found = matrix(["horovod-mpi", "plain-mpi"], ["lm"], accumulations=[1, 4])
+    ours = [p for p in found if p.side == "horovod-mpi"]
+    assert [(p.batch, p.accumulate) for p in ours] == [(8, 1), (32, 4)]
+    plain = [p for p in found if p.side == "plain-mpi"]
+    assert [p.refusal is None for p in plain] == [True, False]
+    assert "accumulation" in plain[1].refusal
+    assert {p.batch for p in found if p.side == "one-core"} == {8, 4}
 
 
-def test_an_answer_is_found_among_other_lines():
-    words = [sys.executable, "-c", "print('chatter'); print('[1,0]<stdout>:FIGURES ' + '{\"a\": [1]}')"]
-    answer = ask(words, "FIGURES", limit_s=30)
-    assert answer.value == {"a": [1]}
-    assert answer.foreign_cores >= 0.0
+def test_what_a_side_cannot_do_is_refused_with_the_reason():
+    found = matrix(["single", "mirrored", "plain-gloo"], precisions=["mixed_float16"])
+    assert [p.side for p in found if p.refusal is None] == ["mirrored"]
+    reasons = refused(found)
+    assert "one replica" in reasons["single"]
+    assert "loss scaling" in reasons["plain-gloo"]
+    assert "loss scaling" in reasons["one-core"]
+
+
+def test_workers_have_a_chief_and_a_server_beside_them():
+    (served,) = (point for point in matrix(["parameter_server"]) if point.side == "parameter_server")
+    words = job_of(served, Launching()).command
+    assert words[words.index("-np") + 1] == "4"
+    assert words[words.index("--ranks") + 1] == "2", "the cores are those of two ranks, as for the others"
+
+
+def test_each_point_runs_once_however_often_it_is_named():
+    found = matrix(["horovod-mpi", "one-core", "horovod-mpi"], ["mlp", "mlp"], [2, 2])
+    assert len(found) == len(set(found)) == 3
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("wrong", "said"),
     [
-        ("raise ValueError('no such thing')", "exit code 1: ValueError: no such thing"),
-        ("import time; time.sleep(30)", "no answer after 1 s"),
-        ("pass", "exit code 0: it said nothing"),
-        ("import sys; sys.exit('hvdtrain: error: this\\n  and that\\nother')", "this and that"),
+        ({"sides": ["horovod-mpj"]}, "Perhaps you meant: horovod-mpi"),
+        ({"models": ["mpl"]}, "Perhaps you meant: mlp"),
+        ({"ranks": [3]}, "among 3 ranks"),
+        ({"batch": 7}, "--batch"),
     ],
 )
-def test_a_command_that_does_not_answer_says_why(code, said):
-    with pytest.raises(LaunchFailed) as raised:
-        ask([sys.executable, "-c", code], "FIGURES", limit_s=1 if "sleep" in code else 60)
-    assert str(raised.value) == said
+def test_mistakes(wrong, said):
+    with pytest.raises(ConfigError) as mistake:
+        matrix(**wrong)
+    assert said in mistake.value.message
 
 
-def test_a_program_that_is_not_there():
-    with pytest.raises(LaunchFailed, match="nosuchprogram: No such file"):
-        ask(["nosuchprogram"], "FIGURES", limit_s=1)
+def test_the_command_of_a_point_names_all_of_it():
+    job = job_of(
+        Point("horovod-gloo", "lm", 2, 32, "mixed_bfloat16", 4), Launching(windows=3, warm_up=1, steps=7, cores=2)
+    )
+    assert job.command[:4] == ["horovodrun", "--gloo", "-np", "2"]
+    words = "side horovod-gloo lm --batch 32 --ranks 2 --precision mixed_bfloat16 --accumulate 4 --cores 2"
+    assert job.shown.endswith(f"{words} --windows 3 --warm-up 1 --steps 7 --breakdown")
+    assert job.group == "lm mixed_bfloat16", "the sides of a model and precision take turns"
+    assert "--breakdown" not in job_of(Point("plain-mpi", "lm", 2, 8), Launching()).command
+    assert job_of(Point("mirrored", "lm", 2, 8), Launching()).shown.startswith("python -m hvdtrain bench side mirrored")
 
 
-def test_the_last_error_is_the_reason():
-    err = "warning\nTraceback\n  File\nRuntimeError: the cause\nPrimary job terminated"
-    assert reason_of(3, "", err) == "exit code 3: RuntimeError: the cause"
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_has_a_batch_that_halves(name):
+    config = bench_config(name, batch=8, precision="mixed_bfloat16", accumulate=2)
+    assert (config.data.batch, config.training.precision, config.training.accumulate) == (8, "mixed_bfloat16", 2)
+    assert MODELS[name].batch % 8 == 0
+    assert config.optim.schedule == "constant"
 
 
-def test_commands_are_shown_as_one_types_them():
-    assert shown([*launcher("mpirun", 2), sys.executable, "-m", "a b"]).endswith("-np 2 python -m 'a b'")
-    assert launcher("none", 1) == []
+# -- figures --
 
 
-def said(capsys, *words):
-    assert main(["bench", *words]) == 2
-    err = capsys.readouterr().err
-    assert err.count("hvdtrain: error:") == 1
-    assert "Traceback" not in err
-    return err
+def of(side, runs, baseline="plain-mpi"):
+    measured = [each for each in runs if each.rounds]
+    return figures(next(each for each in measured if each.name == side), measured, baseline)
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["colectives"], ["'colectives'", "Perhaps you meant: collectives"]),
-        (["--models", "resnet21"], ["'resnet21'", "Perhaps you meant: resnet20"]),
-        (["--backends", "mirored"], ["'mirored'", "Perhaps you meant: mirrored"]),
-        (["--baseline", "plain"], ["'plain'", "Perhaps you meant: plain-"]),
-        (["--ranks", "0"], ["--ranks", "at least 1"]),
-        (["--ranks", "3"], ["among 3 ranks"]),
-        (["--precisions", "float64"], ["--precisions", "float64"]),
-        (["--round", "3"], ["'--round'", "Perhaps you meant: --rounds"]),
-        (["--rounds", "x"], ["--rounds", "at least 1. Received: 'x'"]),
-        (["collectives", "--engines", "mpi"], ["'mpi'", "Perhaps you meant: mpi4py"]),
-        (["collectives", "--sizes", "12"], ["--sizes", "at least 1KB"]),
-        (["collectives", "--collectives", "gather"], ["--collectives", "gather"]),
-        (["compare", "nowhere", "nowhere"], ["nowhere", "cannot be read"]),
-        (["side", "mirrored", "nosuch", "--batch", "4"], ["nosuch"]),
-        (["side", "plain-mpi", "mlp"], ["--batch"]),
-    ],
-)
-def test_wrong_words(tmp_path, monkeypatch, capsys, words, expected):
-    monkeypatch.chdir(tmp_path)
-    message = said(capsys, *words)
-    for word in expected:
-        assert word in message
-    assert not list(tmp_path.iterdir())
+def test_figures_of_a_side():
+    found = of("horovod-mpi", suite().runs)
+    assert found.step_ms.median == 125.0
+    assert found.rate.median == pytest.approx(64 / 0.125)
+    assert found.rate.low < found.rate.median < found.rate.high
+    assert found.ideal_rate == pytest.approx(2 * 64 / 0.2)
+    assert found.ratio.median == pytest.approx(0.5)
+    # One process takes 64 samples in 200 ms and 32 in 102 (or, round by round, 104, 100, 102).
+    assert found.strong.median == pytest.approx(200 / (2 * 125))
+    assert found.weak.median == pytest.approx(102 / 124, rel=0.01)
+    assert found.breakdown_ms == PARTS
 
 
-def test_under_a_launcher_it_is_refused(monkeypatch, capsys):
-    place = {"COMM_WORLD_RANK": "0", "COMM_WORLD_SIZE": "2", "COMM_WORLD_LOCAL_RANK": "0", "COMM_WORLD_LOCAL_SIZE": "2"}
-    for name, value in place.items():
-        monkeypatch.setenv(f"OMPI_{name}", value)
-    assert "start it without mpirun" in said(capsys, "--models", "mlp")
-    assert "start it without mpirun" in said(capsys, "collectives")
+def test_bytes_on_the_wire_of_each_kind_of_side():
+    # 1 MB dense; rows: 32 samples x 2 rows x 68 bytes.
+    assert of("horovod-mpi", suite().runs).sent_bytes == 1_000_000 + 4352
+    assert of("plain-mpi", suite().runs).sent_bytes == 1_000_000 + 4352
+    assert of("one-core", suite().runs).sent_bytes is None
+
+
+def test_sparse_gradients_travel_as_their_side_sends_them():
+    small, large = ({"bytes": size, "rows_per_sample": 2.0, "row_bytes": 68} for size in (64_000, 100_000_000))
+    few = {"traffic": "ring", "processes": 4, "samples": 8}
+    assert sent_bytes([small], gathers=False, **few) == 2 * 3 / 4 * 64_000
+    assert sent_bytes([small], gathers=True, **few) == 3 * 8 * 2 * 68
+    assert sent_bytes([large], gathers=False, **few) == 3 * 8 * 2 * 68
+    assert sent_bytes([large], gathers=False, **{**few, "samples": 1_000_000}) == 2 * 3 / 4 * 100_000_000
+    assert sent_bytes([large, {"bytes": 10}], gathers=False, **{**few, "traffic": "server"}) == 1088 + 10
+    assert sent_bytes([large], gathers=False, **{**few, "traffic": "none"}) is None
+
+
+def test_without_baseline_or_ideal_the_reason_is_told():
+    found = of("horovod-mpi", [run("horovod-mpi", 10.0, 10.0, 10.0)])
+    assert found.ratio == Refused("plain-mpi was not measured")
+    assert found.strong == Refused("one-core was not measured on 64 samples")
+    assert found.weak == Refused("one-core was not measured on 32 samples")
+    assert found.sent_bytes is None
+
+
+def test_accumulation_is_counted_by_microbatches():
+    ideal = run("one-core", 100.0, 100.0, 100.0, ranks=1)
+    found = of("horovod-mpi", [ideal, run("horovod-mpi", 250.0, 250.0, 250.0, batch=256, accumulate=4)])
+    assert found.strong.median == pytest.approx((256 / 250) / (2 * 64 / 100))
+
+
+def test_noise_reaches_the_figures():
+    runs = [run("plain-mpi", 10.0, 10.0, 10.0), run("horovod-mpi", 5.0, 8.0, 11.0)]
+    assert "too noisy" in of("horovod-mpi", runs).ratio.reason
+    busy = [run("plain-mpi", 10.0, 10.0, 10.0, foreign=1.0), run("horovod-mpi", 5.0, 5.0, 5.0, foreign=1.0)]
+    assert "other programs" in of("horovod-mpi", busy).ratio.reason

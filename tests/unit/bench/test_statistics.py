@@ -1,6 +1,6 @@
 import pytest
 
-from hvdtrain.bench.noise import Refused, Spread, ratio, spread
+from hvdtrain.bench.results import Refused, Spread, ratio, spread, verdict
 
 
 def test_quartiles():
@@ -46,3 +46,10 @@ def test_other_programs_are_a_reason_even_if_the_figures_agree():
 
 def test_a_median_of_nothing_is_no_figure():
     assert isinstance(ratio([0.0] * 3, [1.0] * 3), Refused)
+
+
+def test_verdicts():
+    assert verdict([10.0, 11.0, 12.0], [20.0, 21.0, 22.0]) == "slower"
+    assert verdict([20.0, 21.0, 22.0], [10.0, 11.0, 12.0]) == "faster"
+    assert verdict([10.0, 11.0, 12.0], [11.0, 11.5, 13.0]) == "within the spread"
+    assert verdict([10.0, 11.0], [20.0, 21.0, 22.0]) == "too few rounds"
