@@ -10,7 +10,6 @@ from worlds import worlds
 
 import hvdtrain
 from hvdtrain.gradients.reduction import GradientReducer, reduction_options
-from hvdtrain.training.advice import compression_cost
 
 UNIT_ROUNDOFF = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 UNDERFLOW = {"bf16": 0.0, "fp16": 2.0**-39}

@@ -11,6 +11,7 @@ from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.pipeline import ReadOptions, SourceEvaluation, SourceTraining
 from hvdtrain.data.sources.class_folders import scan
 from hvdtrain.data.sources.images import ImageSource
+from hvdtrain.runs.reporting import left_out_line
 from tests.unit.images import write_folders
 
 
@@ -132,6 +133,14 @@ def test_an_error_that_no_sample_explains_is_shown_as_it_is(tmp_path):
     error = tf.errors.InternalError(None, None, "out of luck")
     with pytest.raises(tf.errors.InternalError, match="out of luck"):
         data.bad.examine(tf.constant([0, 1], tf.int64), error)
+
+
+def test_what_was_left_out_is_told_in_a_line():
+    assert left_out_line([], "summary.json") == ""
+    assert left_out_line(["a: bad"], "summary.json") == "warning: 1 sample could not be read and did not count: a: bad"
+    assert left_out_line(["a: bad", "b: bad"], "summary.json").endswith(
+        "2 samples could not be read and did not count: a: bad (summary.json names all 2)"
+    )
 
 
 @pytest.mark.parametrize("word", ["skip", "skip:0", "skip:-1", "skip:x", "ignore"])

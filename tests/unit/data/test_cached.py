@@ -6,7 +6,8 @@ import os
 import pytest
 import tensorflow as tf
 
-from hvdtrain.config.errors import DataError
+from hvdtrain.config.data import DataConfig
+from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.cached import cached
 from hvdtrain.data.sources.class_folders import scan
 from hvdtrain.data.sources.images import ImageSource
@@ -62,6 +63,13 @@ def test_a_file_that_was_not_finished_is_made_again(source, tmp_path):
     assert (some(cached(source, "file"))[0] == some(source)[0]).all()
 
 
+def test_a_bad_record_is_named(source, tmp_path):
+    (tmp_path / "data/bee/140.png").write_bytes(b"x" * 200)
+    found = scan(tmp_path / "data")
+    with pytest.raises(DataError, match=r"bee/140\.png"):
+        cached(ImageSource(found.blobs, found.labels, "mine"), "memory")
+
+
 def test_a_disk_without_room_is_told_before_anything_is_decoded(source, tmp_path, monkeypatch):
     asked = []
 
@@ -77,3 +85,8 @@ def test_a_disk_without_room_is_told_before_anything_is_decoded(source, tmp_path
     assert offset == 0
     assert length > 300 * 8 * 8 * 3
     assert not [file for file in (tmp_path / "cache").iterdir() if file.suffix in (".npy", ".draft")]
+
+
+def test_with_bad_records_it_is_refused():
+    with pytest.raises(ConfigError, match="cannot be combined with --on-bad-record"):
+        DataConfig(cache="memory", on_bad_record="skip:1")

@@ -1,5 +1,6 @@
 """Pieces of files."""
 
+import numpy as np
 import psutil
 import pytest
 import tensorflow as tf
@@ -63,3 +64,15 @@ def test_what_cannot_be_read_is_named(files):
     ):
         with pytest.raises(DataError, match=said):
             blobs.read(number)
+
+
+def test_a_fingerprint_is_of_names_and_places(files):
+    same = {pieces(files).fingerprint() for _ in range(2)}
+    assert len(same) == 1
+    other = Blobs(files, [0, 0, 1, 2, 2], [0, 40, 8, 0, 49], [5, 10, 1, 50, 1])
+    assert other.fingerprint() not in same
+
+
+def test_no_pieces(files):
+    with pytest.raises(DataError, match=r"nothing to read in .*a\.bin"):
+        Blobs(files, np.array([]), np.array([]), np.array([]))

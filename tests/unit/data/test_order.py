@@ -47,6 +47,11 @@ def test_what_becomes_of_the_last_samples(tail, samples, lengths):
         assert (seen == whole[: len(seen)]).all()
 
 
+def test_drop_needs_one_full_batch():
+    with pytest.raises(ConfigError, match="--tail drop would leave nothing of 3 samples"):
+        Order(3, 4, seed=0, tail="drop")
+
+
 def test_epochs_and_seeds_differ_and_repeat():
     def visited(seed, epoch):
         return epoch_of(Order(50, 50, seed=seed), epoch)[0].tolist()
@@ -103,6 +108,22 @@ def test_by_files_the_pipeline_reads_the_same_samples():
         stream = data.batches(0)
         parts += [batch.inputs.numpy() for batch in (next(stream) for _ in range(3)) if float(batch.has_samples)]
     assert sorted(np.concatenate(parts)) == list(range(23))
+
+
+@pytest.mark.parametrize(("tail", "count"), [("pad", 3), ("repeat", 8)])
+def test_by_files_there_may_be_fewer_samples_than_replicas(tail, count):
+    order = FileOrder(InFiles(2, 1), 8, seed=2, tail=tail)
+    parts = [epoch_of(order, 0, index, 8) for index in range(8)]
+    seen = np.concatenate([np.concatenate(part) for part in parts])
+    assert len(seen) == count
+    assert set(seen) == {0, 1, 2}
+
+
+def test_by_files_the_files_need_not_lie_in_order():
+    source = InFiles(3, 3)
+    source.file_of = np.array([7, 2, 7, 2, 2, 7])
+    order = FileOrder(source, 6, seed=0, shuffle=False)
+    assert epoch_of(order, 0)[0].tolist() == [1, 3, 4, 0, 2, 5]
 
 
 def test_by_files_needs_files():

@@ -13,7 +13,7 @@ from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.batch import per_replica, slice_batch
 from hvdtrain.data.digits import load_digits
-from hvdtrain.data.pipeline import SourceEvaluation, SourceTraining
+from hvdtrain.data.pipeline import ReadOptions, SourceEvaluation, SourceTraining
 from hvdtrain.data.registry import load_splits
 from hvdtrain.data.streams.dataset_batches import DatasetTraining
 from hvdtrain.training.inputs import training_data, validation_batches
@@ -121,6 +121,12 @@ def test_a_batch_that_does_not_divide_is_refused_with_those_that_do(batch, size,
         array_training(100, batch, size=size)
 
 
+@pytest.mark.parametrize("batch", [0, -8])
+def test_a_batch_of_no_samples_is_refused(batch):
+    with pytest.raises(ConfigError, match=f"at least one sample. Received: {batch}"):
+        array_training(100, batch, size=2)
+
+
 # -- evaluation --
 
 
@@ -172,6 +178,12 @@ def test_an_endless_dataset_needs_steps_per_epoch():
     data = DatasetTraining(endless, batch=4, index=0, size=1, steps_per_epoch=2)
     assert data.steps_per_epoch == 2
     assert taken(data, 2, start=2) == [[8, 9], [0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("dataset", [dataset_of(10, 4).take(0), dataset_of(10, 4).filter(lambda *_: False)])
+def test_an_empty_dataset_is_refused(dataset):
+    with pytest.raises(DataError, match="The dataset is empty"):
+        DatasetTraining(dataset, batch=4, index=0, size=1)
 
 
 # -- what fit takes --
@@ -330,6 +342,16 @@ def test_the_digits_are_those_of_the_repository():
     )
 
 
+def test_synthetic_images_are_what_was_asked_for():
+    splits = load_splits(DataConfig("synthetic_images", {"size": 4, "samples": 80, "classes": 3, "nan_at": 7}))
+    images, labels = (array.numpy() for array in splits.train.elements)
+    assert (splits.train.size, splits.validation.size) == (80, 10)
+    assert images.shape == (80, 4, 4, 3)
+    assert set(labels) == {0, 1, 2}
+    assert np.argwhere(np.isnan(images)).tolist() == [[7, 0, 0, 0]]
+    assert not np.isnan(splits.validation.elements[0]).any()
+
+
 @pytest.mark.parametrize(
     ("config", "cause"),
     [
@@ -341,3 +363,15 @@ def test_the_digits_are_those_of_the_repository():
 def test_an_unknown_source_or_argument_is_refused(config, cause):
     with pytest.raises(ConfigError, match=re.escape(cause)):
         load_splits(config)
+
+
+def test_what_bounds_the_reading_reaches_tf_data():
+    elements = tf.data.Dataset.range(4)
+    for reading, threads, budget in (
+        (ReadOptions(threads=3, memory_mb=64), 3, 64 * 2**20),
+        (ReadOptions(), None, None),
+    ):
+        options = reading.batches(elements, lambda number: number, heavy=True).options()
+        assert options.deterministic
+        assert options.threading.private_threadpool_size == threads
+        assert options.autotune.ram_budget == budget

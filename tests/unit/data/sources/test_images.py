@@ -11,6 +11,7 @@ import tensorflow as tf
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.sources.class_folders import scan
 from hvdtrain.data.sources.images import ImageSource, load
+from tests.unit.file_modes import closed
 from tests.unit.images import encoded, picture, tar_of, write_folders
 
 
@@ -131,6 +132,17 @@ def test_members_outside_of_a_tar_file(tmp_path, name):
     refused(tmp_path / "data.tar", "data.tar", "outside of its own folder", name)
 
 
+def test_damaged_archives(tmp_path):
+    write_folders(tmp_path / "data")
+    whole = tar_of(tmp_path / "data", tmp_path / "data.tar.gz").read_bytes()
+    (tmp_path / "short.tar.gz").write_bytes(whole[: len(whole) // 2])
+    refused(tmp_path / "short.tar.gz", "short.tar.gz", "damaged")
+    (tmp_path / "no.tar").write_bytes(b"x" * 2000)
+    refused(tmp_path / "no.tar", "no.tar", "not a tar file")
+    (tmp_path / "no.tar.gz").write_bytes(b"x" * 2000)
+    refused(tmp_path / "no.tar.gz", "no.tar.gz", "damaged")
+
+
 def test_a_tar_file_that_is_damaged_or_cut_off_is_refused(tmp_path):
     write_folders(tmp_path / "data")
     whole = tar_of(tmp_path / "data", tmp_path / "data.tar", "w").read_bytes()
@@ -179,6 +191,16 @@ def test_links_that_lead_to_no_file_of_a_tar_file_are_refused(tmp_path, link):
     refused(path, f"data/bee/1.png is a link to {link.split()[1]}, which is not a file in it", "tar --dereference")
 
 
+def test_folders_that_links_lead_to_are_searched_once_each(tmp_path):
+    write_folders(tmp_path / "data", classes=("ant",))
+    write_folders(tmp_path / "elsewhere", classes=("bee",))
+    (tmp_path / "data/bee").symlink_to(tmp_path / "elsewhere/bee")
+    (tmp_path / "data/ant/up").symlink_to("..")
+    (tmp_path / "data/bee/same").symlink_to(".")
+    names = scan(tmp_path / "data").names
+    assert names == [f"{name}/{number:03}.png" for name in ("ant", "bee") for number in range(5)]
+
+
 def test_copies_have_one_fingerprint_wherever_they_are(tmp_path):
     folder = tmp_path / "data"
     write_folders(folder)
@@ -196,6 +218,22 @@ def test_copies_have_one_fingerprint_wherever_they_are(tmp_path):
     assert marks().isdisjoint(before)
     (folder / "cat/000.png").rename(folder / "cat/999.png")
     assert len(marks() | {load(path=str(tar_of(folder, tmp_path / "new.tar", "w"))).train.fingerprint()}) == 1
+
+
+def test_what_may_not_be_read_is_named(tmp_path, cache):
+    folder = tmp_path / "data"
+    write_folders(folder)
+    archive = tar_of(folder, tmp_path / "data.tar", "w")
+    packed = tar_of(folder, tmp_path / "data.tar.gz")
+    with closed(folder / "ant"):
+        refused(folder, f"{folder / 'ant'} cannot be read: Permission denied.")
+        refused(folder / "ant" / "x", f"{folder / 'ant' / 'x'} cannot be read: Permission denied.")
+    with closed(archive):
+        refused(archive, f"{archive} cannot be read: Permission denied.")
+    with closed(cache):
+        refused(packed, f"The cache {cache} cannot be written: Permission denied. Set HVDTRAIN_CACHE.")
+    (folder / "ant/gone.png").symlink_to("nowhere")
+    refused(folder, f"{folder / 'ant/gone.png'} cannot be read: No such file")
 
 
 def test_data_are_found_in_the_folder_of_the_environment(tmp_path, monkeypatch):

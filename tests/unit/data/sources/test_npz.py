@@ -1,7 +1,10 @@
+import warnings
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from hvdtrain.config.errors import ConfigError
 from tests.unit.data.sources.loading import arrays, load, random, refused
 
 # -- arrays --
@@ -45,6 +48,25 @@ def test_a_folder_of_npy_files_with_weights(tmp_path):
     assert splits.validation.size == 2
 
 
+def test_bytes_that_are_no_images_stay_bytes(tmp_path):
+    np.savez(tmp_path / "a.npz", x=np.full((20, 7), 9, np.uint8), y=random(20, 2))
+    splits = load("arrays", tmp_path / "a.npz")
+    assert splits.finish is None
+    assert arrays(splits.train)[0].dtype == np.uint8
+    assert splits.classes is None  # numbers are no labels
+
+
+def test_arrays_that_nobody_uses_are_told_of(tmp_path, monkeypatch):
+    np.savez(tmp_path / "a.npz", x=X, y=Y, sample_weights=Y)
+    with pytest.warns(UserWarning, match="holds arrays that are not used: sample_weights"):
+        load("arrays", tmp_path / "a.npz")
+    for name, value in (("RANK", 1), ("SIZE", 2), ("LOCAL_RANK", 1), ("LOCAL_SIZE", 2)):
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(value))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the first rank says it for all
+        load("arrays", tmp_path / "a.npz")
+
+
 @pytest.mark.parametrize(
     ("content", "cause"),
     [
@@ -66,6 +88,14 @@ def test_arrays_that_do_not_fit_are_refused(tmp_path, content, cause):
     refused("arrays", tmp_path / "a.npz", cause)
 
 
+def test_labels_beyond_the_classes_are_named(tmp_path):
+    np.savez(tmp_path / "a.npz", x=X, y=Y)
+    assert load("arrays", tmp_path / "a.npz", classes=9).classes == 9
+    refused("arrays", tmp_path / "a.npz", "a.npz, sample 3: the label 3 is not one of 3 classes", classes=3)
+    np.savez(tmp_path / "b.npz", x=X, y=X)
+    refused("arrays", tmp_path / "b.npz", "classes is for integer labels [samples]", classes=3)
+
+
 def test_files_that_hold_no_arrays_are_refused(tmp_path):
     (tmp_path / "empty.npz").touch()
     refused("arrays", tmp_path / "empty.npz", "empty.npz is damaged, or holds no NumPy arrays")
@@ -84,6 +114,17 @@ def test_files_that_hold_no_arrays_are_refused(tmp_path):
     refused("arrays", tmp_path / "folder", "It holds: none.")
     (tmp_path / "folder" / "x.npy").mkdir()
     refused("arrays", tmp_path / "folder", "x.npy cannot be read: Is a directory.")
+
+
+def test_a_number_to_hold_out_does_not_go_with_samples_for_validation(tmp_path):
+    np.savez(tmp_path / "a.npz", x_train=X, y_train=Y, x_test=X, y_test=Y)
+    refused(
+        "arrays",
+        tmp_path / "a.npz",
+        "has samples for validation: leave out --data-args validation",
+        ConfigError,
+        validation=3,
+    )
 
 
 @pytest.mark.parametrize("source", ["arrays", "class_folders"])

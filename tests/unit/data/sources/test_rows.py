@@ -11,6 +11,7 @@ import tensorflow as tf
 from hvdtrain.config.data import DataConfig
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.registry import load_splits
+from hvdtrain.data.sources.extras import optional_package
 from hvdtrain.data.sources.rows import RowSource
 
 COUNT = 30
@@ -128,6 +129,13 @@ def test_a_missing_package_is_named_with_what_installs_it(without, source, modul
     cause = f"--data {source} needs the package {module}, which is not installed: pip install 'hvdtrain[{extra}]'"
     with pytest.raises(ConfigError, match=re.escape(cause)):
         load(source, name="mnist")
+
+
+def test_a_package_that_lacks_something_itself_says_so(tmp_path, monkeypatch):
+    (tmp_path / "broken_package.py").write_text("import surely_not_installed\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="surely_not_installed"):
+        optional_package("broken_package", "broken-package", "--data broken")
 
 
 # -- Hugging Face --
@@ -320,3 +328,9 @@ def test_columns_and_parts_of_splits_can_be_chosen(prepared):
 def test_arguments_that_do_not_fit_a_prepared_data_set_are_refused(prepared, arguments, error, cause):
     with pytest.raises(error, match=re.escape(cause)):
         load("tfds", **arguments)
+
+
+def test_a_data_set_without_given_columns_lists_them(prepared):
+    prepared.info.supervised_keys = None
+    with pytest.raises(ConfigError, match=r"inputs COLUMN target COLUMN\. shapes has: image, label, x"):
+        load("tfds", name="shapes", inputs="image")

@@ -142,6 +142,15 @@ def test_tables_that_cannot_be_read_are_named(tmp_path, text, cause):
     refused("csv", path, str(path), target="y")
 
 
+def test_files_that_are_no_text_are_refused(tmp_path):
+    (tmp_path / "a.csv").write_bytes(b"x,y\n1,\xff\n")
+    refused("csv", tmp_path / "a.csv", "row 1: CSV conversion error to string: invalid UTF8 data", target="y")
+    (tmp_path / "c.csv").write_bytes(b"x,\xff\n1,2\n")
+    refused("csv", tmp_path / "c.csv", "c.csv is damaged, or not what its name says: 'utf-8' codec", target="x")
+    (tmp_path / "b.csv").mkdir()
+    refused("csv", tmp_path / "b.csv", "b.csv cannot be read: Is a directory.", target="y")
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "cause"),
     [
@@ -205,6 +214,11 @@ def test_other_formats_hold_the_same_table(tmp_path):
 def test_damaged_files_of_other_formats_are_named(tmp_path, name):
     (tmp_path / name).write_bytes(b"something else")
     refused("csv", tmp_path / name, f"{tmp_path / name} is damaged, or not what its name says", target="y")
+
+
+def test_values_that_are_neither_numbers_nor_texts_are_refused(tmp_path):
+    pq.write_table(pa.table({"a": [[1], [2]], "y": [0, 1]}), tmp_path / "a.parquet")
+    refused("csv", tmp_path / "a.parquet", "holds list<element: int64>, not a value", target="y")
 
 
 def test_without_pyarrow_the_message_says_what_to_install(tmp_path, monkeypatch):

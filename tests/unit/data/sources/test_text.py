@@ -77,6 +77,18 @@ def test_both_parts_together_are_the_text(prose, tokenizer):
     assert 0 <= shares[0] - shares[1] < 4  # a character is not cut
 
 
+def test_a_source_says_where_a_window_is_and_what_it_holds():
+    tokens = np.arange(100, dtype=np.uint8)
+    source = TokenSource(tokens, 8, "some text")
+    assert source.describe(3) == "some text, tokens 24 to 32"
+    other = tokens.copy()
+    other[50] += 1
+    prints = {TokenSource(t, n, "x").fingerprint() for t, n in ((tokens, 8), (other, 8), (tokens, 9), (tokens, 8))}
+    assert source.fingerprint() in prints
+    assert len(prints) == 3
+    assert {len(one) for one in prints} == {32}
+
+
 # -- texts --
 
 
@@ -123,6 +135,21 @@ def test_what_makes_no_text_is_refused(tmp_path, monkeypatch, source, arguments,
     Path("latin.txt").write_bytes(b"Gruf\xffe")
     with pytest.raises(kind, match=re.escape(cause)):
         load_splits(DataConfig(source, arguments))
+
+
+def test_a_file_that_cannot_be_read_is_named(prose, monkeypatch):
+    def refuse(file):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(DataError, match=re.escape(f"{prose} cannot be read: Permission denied.")):
+        text(prose)
+
+
+def test_a_folder_in_the_place_of_a_file_is_no_text(tmp_path):
+    (tmp_path / "texts" / "folder.txt").mkdir(parents=True)
+    with pytest.raises(DataError, match=re.escape("holds no .txt files")):
+        text(tmp_path / "texts")
 
 
 # -- tokenizers --
@@ -245,6 +272,18 @@ def test_a_mask_depends_on_the_number_of_the_sample_alone(prose):
     dataset = tf.data.Dataset.from_tensors(tf.constant(numbers[:7])).map(splits.train.gather)
     for part, expected in zip(next(iter(dataset)), whole, strict=True):
         assert (part.numpy() == expected[numbers[:7]]).all()
+
+
+def test_copies_of_a_window_have_masks_of_their_own_and_validation_has_one(prose):
+    splits, single = masked(prose, length=24, copies=3), masked(prose, length=24, copies=1)
+    assert splits.train.size == 3 * single.train.size
+    assert splits.validation.size == single.validation.size
+    first, second, _ = (samples(splits.train)[1] != IGNORED).reshape(3, single.train.size, 24)
+    assert (first == (samples(single.train)[1] != IGNORED)).all()
+    assert (first & second).sum() / first.sum() == pytest.approx(4 / 24, abs=0.02)
+    assert splits.train.describe(single.train.size + 2).endswith("tokens 48 to 71, copy 1")
+    prints = {source.fingerprint() for source in (splits.train, single.train, splits.validation)}
+    assert len(prints) == 3
 
 
 @pytest.mark.parametrize("arguments", [{"chosen": 0.0}, {"chosen": 1.5}, {"copies": 0}])

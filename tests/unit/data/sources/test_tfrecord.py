@@ -155,6 +155,14 @@ def test_compressed_files_hold_the_same_samples(folder, cache, kind):
     assert sorted(cache.iterdir()) == before
 
 
+@pytest.mark.parametrize("kind", ["GZIP", "ZLIB"])
+def test_a_compressed_file_that_is_cut_is_refused(folder, kind):
+    path = write(folder / "part-1.tfrecord", [sample(place) for place in range(6)], kind)
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(DataError, match=r"part-1\.tfrecord.*damaged"):
+        load(folder)
+
+
 def test_a_file_that_changes_is_indexed_anew(folder):
     assert load(folder, validation=1).train.size == 11
     write(folder / "part-1.tfrecord", [sample(place) for place in range(9)])
@@ -284,6 +292,15 @@ def test_a_record_without_an_entry_or_of_another_kind_is_named(folder):
     assert all("it is not a tf.train.Example" in line for line in lines[1:])
 
 
+def test_records_that_the_description_is_not_of_are_refused_at_the_start(folder):
+    write(folder / "part-1.tfrecord", [example(label=1, picture=b"x")] * 3)
+    with pytest.raises(DataError, match=r"record 0 has no 'image', .*: it holds label \(int64\), picture \(bytes\)\."):
+        second_file(folder)
+    write(folder / "part-1.tfrecord", [b"some words of text"] * 3)
+    with pytest.raises(DataError, match=r"record 0 has no 'image', .*: it is not a tf\.train\.Example"):
+        second_file(folder)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -305,6 +322,13 @@ def test_a_record_without_an_entry_or_of_another_kind_is_named(folder):
 def test_a_description_that_does_not_fit_is_refused(folder, change, said):
     (folder / "features.yaml").write_text(yaml.safe_dump({**DESCRIPTION, **change}))
     with pytest.raises(DataError, match=re.escape(said)):
+        load(folder)
+
+
+@pytest.mark.parametrize("text", ["a: [", "- 1\n- 2\n", ""])
+def test_a_description_that_is_none_is_named(folder, text):
+    (folder / "features.yaml").write_text(text)
+    with pytest.raises(DataError, match=re.escape(str(folder / "features.yaml"))):
         load(folder)
 
 
@@ -331,3 +355,19 @@ def test_nothing_there_is_said(tmp_path, monkeypatch, path, said):
     write(tmp_path / "hollow" / "a.tfrecord", [])
     with pytest.raises(DataError, match=re.escape(said)):
         load(path)
+
+
+def test_a_folder_in_a_files_place_is_refused(tmp_path):
+    (tmp_path / "a.tfrecord").mkdir()
+    with pytest.raises(DataError, match="holds no TFRecord files"):
+        load(tmp_path / "a.tfrecord")
+
+
+def test_an_image_size_needs_images(tmp_path):
+    write(tmp_path / "a.tfrecord", [example(x=1, y=2)] * 4)
+    described = {"features": {"x": {"kind": "int64"}, "y": {"kind": "int64"}}, "inputs": "x", "targets": "y"}
+    (tmp_path / "features.yaml").write_text(yaml.safe_dump(described))
+    with pytest.raises(ConfigError, match="image_size is for images"):
+        load(tmp_path / "a.tfrecord", image_size=8)
+    with pytest.raises(ConfigError, match="image_size and validation of 0 or more"):
+        load(tmp_path / "a.tfrecord", image_size=-1)

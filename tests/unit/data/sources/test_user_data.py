@@ -64,6 +64,13 @@ def test_the_samples_are_those_of_the_arrays_in_their_order(kind):
     assert found.validation.size == 2
 
 
+@pytest.mark.filterwarnings("ignore:.*were read once")
+def test_vectors_as_targets_do_not_make_a_sample_a_batch():
+    rows = tf.data.Dataset.from_tensor_slices((X, keras.utils.to_categorical(Y, 4)))
+    found = splits(rows, rows.batch(2))
+    assert (found.train.size, found.validation.size, found.sample_shape, found.classes) == (10, 10, (3,), 4)
+
+
 def odd():
     yield X[:4], Y[:4]
     yield X[4:, :2], Y[4:]
@@ -120,6 +127,11 @@ def test_batches_are_those_that_were_asked_for(data):
 def test_options_that_cannot_be_kept_are_refused(data, options, said):
     with pytest.raises(ConfigError, match=said):
         training(data, **options)
+
+
+def test_an_empty_stream_is_refused():
+    with pytest.raises(DataError, match="mypkg:data holds no samples"):
+        StreamSource(SLICES.take(0), "mypkg:data")
 
 
 def test_validation_that_never_ends_takes_steps():

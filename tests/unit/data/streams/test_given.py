@@ -125,6 +125,11 @@ def test_batches_of_different_sizes_are_refused():
     assert "of rank 1 hold 8 samples" in refused(fit_on(dataset(), dataset(batch=8)))
 
 
+def test_data_of_different_kinds_are_refused():
+    said = refused(fit_on(dataset(), (X, Y), batch=(None, 4)))
+    assert said.startswith("The training data of rank 1 are arrays, and those of rank 0 a Dataset.")
+
+
 @pytest.mark.parametrize("of", [lambda n: (X[:n], Y[:n]), dataset, uncounted, Batches, generator])
 def test_validation_data_of_different_lengths_are_refused(of):
     assert evaluate_on(of(48), of(48)) == [12, 12]

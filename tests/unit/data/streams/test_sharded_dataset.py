@@ -15,7 +15,7 @@ from hvdtrain.data.batch import slice_batch
 from hvdtrain.data.streams import python_batches
 from hvdtrain.data.streams.dataset_batches import DatasetTraining
 from hvdtrain.data.streams.sharded_dataset import sharded
-from hvdtrain.training.inputs import training_data
+from hvdtrain.training.inputs import training_data, with_class_weights
 from tests.unit.gathering import on_ranks
 
 SAMPLES, BATCH = 50, 8
@@ -175,6 +175,15 @@ def test_training_goes_on_in_the_order_of_batches_that_were_counted(start):
         return [batch.targets.numpy().tolist() for batch in itertools.islice(training().batches(begin), 9 - begin)]
 
     assert targets(start) == targets(0)[start:]
+
+
+def test_class_weights_are_those_of_the_whole_dataset():
+    weighted = with_class_weights(slices().map(lambda x, y: (x, y % 3)), {1: 2.5})
+    for rank in on_ranks(
+        2, lambda backend: training_data(weighted, backend, batch=BATCH, seed=0, shuffle=False, steps_per_epoch=None)
+    ):
+        batch = next(rank.batches(0))
+        assert batch.sample_weight.numpy().tolist() == [2.5 if label == 1 else 1.0 for label in batch.targets.numpy()]
 
 
 # -- a first pass over what nobody has counted --

@@ -2,6 +2,7 @@ import functools
 import itertools
 import re
 import threading
+import warnings
 from itertools import islice
 
 import keras
@@ -10,14 +11,16 @@ import pytest
 
 from hvdtrain.backends.single import SingleBackend
 from hvdtrain.config.errors import ConfigError, DataError
+from hvdtrain.data.streams import python_batches
 from hvdtrain.data.streams.python_batches import GeneratorTraining, PyDatasetTraining, StreamEvaluation, ahead
-from hvdtrain.training.inputs import training_data, validation_batches
+from hvdtrain.training.inputs import training_data, validation_batches, with_class_weights
 from hvdtrain.training.trainer import Trainer
 from tests.builders import samples
 from tests.unit.gathering import on_ranks
 
 COUNT, BATCH = 50, 16
 X, Y = samples(COUNT)
+NUMBERS = np.arange(COUNT)
 
 
 class Batches(keras.utils.PyDataset):
@@ -98,6 +101,21 @@ def test_any_step_can_be_resumed_at(training, start):
     assert taken(training(), 5, start) == taken(training(), 20)[start : start + 5]
 
 
+def test_weights_and_several_inputs_are_cut_alike():
+    def batches():
+        yield [NUMBERS, X], Y, np.arange(COUNT) / 2
+        yield {"a": NUMBERS, "b": X}, Y, None
+        yield NUMBERS, list(range(COUNT))
+
+    first, second, third = islice(GeneratorTraining(batches, batch=50, index=1, size=2).batches(0), 3)
+    assert first.inputs[0].numpy().tolist() == list(range(25, 50))
+    assert (first.inputs[1].numpy() == X[25:]).all()
+    assert first.sample_weight.numpy().tolist() == [number / 2 for number in range(25, 50)]
+    assert (second.inputs["b"].numpy() == X[25:]).all()
+    assert second.sample_weight is None
+    assert third.targets.numpy().tolist() == list(range(25, 50))
+
+
 @pytest.mark.parametrize("training", [py_training, gen_training])
 def test_a_batch_that_does_not_divide_is_refused(training):
     with pytest.raises(ConfigError, match="A batch of 16 samples does not divide among 3 ranks"):
@@ -124,6 +142,13 @@ def test_an_endless_data_set_goes_on_counting():
     taken(py_training(dataset, steps_per_epoch=3, shuffle=True), 7)
     assert dataset.read[:7] == list(range(7))
     assert taken(data, 2, start=5) == [[n % COUNT for n in range(i * BATCH, (i + 1) * BATCH)] for i in (5, 6)]
+
+
+def test_steps_per_epoch_is_for_data_without_end():
+    with pytest.raises(ConfigError, match=r"Batches never ends .* pass steps_per_epoch"):
+        py_training(Batches(endless=True))
+    with pytest.raises(ConfigError, match="Batches has 4 batches"):
+        py_training(steps_per_epoch=2)
 
 
 def test_epochs_begin_and_end_where_the_steps_do():
@@ -170,6 +195,14 @@ def test_who_wants_no_more_does_not_wait_for_a_reader_that_is_blocked():
         assert ended.wait(20)
     finally:
         more.set()
+
+
+def test_processes_are_threads_and_that_is_told():
+    with pytest.warns(UserWarning, match="read by 2 threads"):
+        py_training(Batches(use_multiprocessing=True, workers=2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        py_training(Batches(use_multiprocessing=True, workers=2), index=1, size=2)  # rank 0 says it for all
 
 
 @pytest.mark.parametrize("training", [py_training, gen_training])
@@ -226,6 +259,15 @@ def test_a_generator_that_ends_within_an_epoch_is_an_error():
     assert [held(next(stream)) for _ in range(4)] == EPOCH
     with pytest.raises(DataError, match="generator ended after 4 batches, within an epoch of 3 steps"):
         next(stream)
+
+
+def test_long_counting_is_told_of(monkeypatch):
+    monkeypatch.setattr(python_batches, "COUNTING_S", 0.0)
+    with pytest.warns(
+        UserWarning, match="generator is being read to count its batches, .* pass steps_per_epoch"
+    ) as told:
+        assert gen_training().steps_per_epoch == 4
+    assert len(told) == 1
 
 
 # -- what fit takes --
@@ -343,6 +385,13 @@ def samples():
     dataset = Samples()
     for index in range(len(dataset)):
         yield dataset[index]
+
+
+def test_class_weights_reach_the_samples_of_a_stream():
+    for data in (Samples(), samples):
+        weighted = with_class_weights(data, {1: 2.5})
+        for batch in islice(given(weighted).batches(0), 4):
+            assert (batch.sample_weight.numpy() == np.where(batch.targets == 1, 2.5, 1.0)).all()
 
 
 @pytest.mark.usefixtures("session")
