@@ -263,10 +263,12 @@ def points(
                 )
         share = whole if scaling == "strong" else whole // max(ranks) * number
         for kind in scalings:
-            found[Point(IDEAL, model, 1, share if kind == "strong" else share // number, precision)] = None
+            alone = share if kind == "strong" else share // number
+            found[Point(IDEAL, model, ranks=1, batch=alone, precision=precision)] = None
         for name in sides:
             if name != IDEAL:
-                found[Point(name, model, number, share * count, precision, count)] = None
+                point = Point(name, model, ranks=number, batch=share * count, precision=precision, accumulate=count)
+                found[point] = None
     return list(found)
 
 

@@ -30,6 +30,10 @@ from hvdtrain.horovod.collectives import *  # noqa: F403
 from hvdtrain.horovod.collectives import allreduce, grouped_allreduce
 from hvdtrain.horovod.functions import allgather_object, broadcast_object, broadcast_object_fn, broadcast_variables
 from hvdtrain.horovod.gradient_aggregation import LocalGradientAggregationHelper
+from hvdtrain.horovod.mpi_ops import _allreduce as _allreduce
+from hvdtrain.horovod.mpi_ops import _grouped_allreduce as _grouped_allreduce
+from hvdtrain.horovod.mpi_ops import _grouped_reducescatter as _grouped_reducescatter
+from hvdtrain.horovod.mpi_ops import _reducescatter as _reducescatter
 from hvdtrain.horovod.optimizer import DistributedOptimizer
 from hvdtrain.horovod.sync_batch_norm import SyncBatchNormalization
 from hvdtrain.horovod.tape import DistributedGradientTape, PartialDistributedGradientTape, horovod_exchange
@@ -64,8 +68,6 @@ __all__ = [
 _DistributedAdasumOptimizer = AdasumOptimizer
 _DistributedGradientTape = ReducingTape
 _DistributedOptimizer = SessionOptimizer
-_allreduce, _grouped_allreduce = mpi_ops._allreduce, mpi_ops._grouped_allreduce
-_reducescatter, _grouped_reducescatter = mpi_ops._reducescatter, mpi_ops._grouped_reducescatter
 _IS_TF2 = True
 _cache, _executing_eagerly, _make_subgraph = script_utilities()
 _LegacyOptimizer = tf.compat.v1.train.Optimizer

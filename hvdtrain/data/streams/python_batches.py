@@ -165,7 +165,7 @@ class PyDatasetTraining:
         self.steps_per_epoch = int(count or steps_per_epoch or 0)
         self._dataset = dataset
         self._endless = count is None
-        self._cut = Cut(batch, index, size, _name(dataset), change)
+        self._cut = Cut(batch, index, size, _name(dataset), change=change)
         self._seed = seed
         self._shuffle = shuffle
         if index == 0 and dataset.use_multiprocessing:
@@ -241,7 +241,7 @@ class GeneratorTraining:
         per_replica(batch, size, uneven=uneven)
         self.batch = batch
         self._function = function
-        self._cut = Cut(batch, index, size, _name(function), change)
+        self._cut = Cut(batch, index, size, _name(function), change=change)
         elements = _call(function) if opened is None else opened
         if steps_per_epoch is not None:
             # Of a pass that is not counted, the first batch alone is kept: the model is built on it.
