@@ -51,10 +51,10 @@ CASES = {
     "endless loop": _hang("loops", r"rank {rank} \(\S+\) did not come: in callbacks at step 3, faulty_script", _WAITS),
     "blocked reader": _hang("reads_no_more", r"rank {rank} \(\S+\) did not come: loading data at step 13, fa", _WAITS),
     "extra collective": _hang(
-        "exchanges_alone", r"rank {rank} \(\S+\) waits in the collective one_too_many at step 3", _WAITS
+        "exchanges_alone", r"rank {rank} \(\S+\) waits in the collective \S*one_too_many\S* at step 3", _WAITS
     ),
     "missing collective": _hang(
-        "leaves_one_out", r"rank {other} \(\S+\) waits in the collective left_out at step 3", r"rank {rank} \(\S+\) wai"
+        "leaves_one_out", r"rank {other} \(\S+\) waits in the collective \S*left_out\S* at step 3", r"rank {rank} \(\S+\) wai"
     ),
     "exception": Case("raises", 1, (r"rank {rank} \(\S+\) failed", "ValueError: a mistake")),
     "sys.exit(3)": Case("exits", 3, (r"called sys\.exit\(3\) at \S+faulty_script\.py:\d+",)),
@@ -67,10 +67,10 @@ MORE_CASES = {
     "C code": _hang("holds_the_lock", r"rank {rank} \(\S+\) gave no sign of life", _WAITS),
     "other branches": _hang(
         "goes_other_ways",
-        "ranks 0-1 wait in one of the collectives behind, cond/in_the_branch",
+        r"ranks 0-1 wait in one of the collectives \S*in_the_branch\S*, \S*behind",
         "They wait in different collectives",
     ),
-    "sys.exit(0)": _hang("exits_well", r"rank {rank} \(\S+\) did not come: " + _LEFT, _WAITS + " left_over"),
+    "sys.exit(0)": _hang("exits_well", r"rank {rank} \(\S+\) did not come: " + _LEFT, _WAITS + r" \S*left_over"),
 }
 """Hangs that are tested besides."""
 
