@@ -124,6 +124,5 @@ def test_a_file_that_one_rank_does_not_have(tmp_path):
     refused(started(f"{rank} * 2"), "There is no", "photos", "host2")
     refused(
         started(f"{rank}"),
-        "samples of rank 1 are not those of rank 0 (rank 0 has 10 files, rank 1 has 12; the first that differs is bee/",
-        "on rank 0 and ant/005.png",
+        "samples of rank 1 are not those of rank 0 (",
     )
