@@ -37,11 +37,11 @@ def test_a_job_under_horovodrun_trains_on_when_nobody_reads_its_output(tmp_path)
 
 def test_too_few_files_are_an_error_of_one_line_that_names_the_limit(tmp_path):
     job = run(
-        ["bash", "-c", f"ulimit -n 8; exec {sys.executable} -m hvdtrain digits"], cwd=tmp_path, timeout=120, code=1
+        ["bash", "-c", f"ulimit -n 7; exec {sys.executable} -m hvdtrain digits"], cwd=tmp_path, timeout=120, code=1
     )
     (line,) = job.err.splitlines()
     assert line.startswith("hvdtrain: error: [Errno 24] Too many open files: "), line
-    assert "A process of this job may open 8 files at a time, which are too few: start it with `ulimit -n 4096`" in line
+    assert "A process of this job may open 7 files at a time, which are too few: start it with `ulimit -n 4096`" in line
 
 
 def test_a_second_job_in_a_run_folder_is_refused_on_all_ranks(tmp_path):
