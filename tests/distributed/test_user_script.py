@@ -45,7 +45,7 @@ def test_an_exit_whose_code_cannot_be_seen_waits_for_ranks_that_still_work(endin
     outcome = launch("mpirun", ending, tmp_path)
     assert outcome.code == 0, outcome.text
     assert "saved" in outcome.text
-    assert "failed" not in outcome.text, outcome.text
+    assert not re.search(r"rank \d \(\S+\) failed", outcome.text), outcome.text  # TensorFlow's calls of CUDA may fail
 
 
 def test_a_rank_that_never_comes_to_a_barrier_is_named(tmp_path):
