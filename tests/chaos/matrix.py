@@ -54,7 +54,9 @@ CASES = {
         "exchanges_alone", r"rank {rank} \(\S+\) waits in the collective \S*one_too_many\S* at step 3", _WAITS
     ),
     "missing collective": _hang(
-        "leaves_one_out", r"rank {other} \(\S+\) waits in the collective \S*left_out\S* at step 3", r"rank {rank} \(\S+\) wai"
+        "leaves_one_out",
+        r"rank {other} \(\S+\) waits in the collective \S*left_out\S* at step 3",
+        r"rank {rank} \(\S+\) wai",
     ),
     "exception": Case("raises", 1, (r"rank {rank} \(\S+\) failed", "ValueError: a mistake")),
     "sys.exit(3)": Case("exits", 3, (r"called sys\.exit\(3\) at \S+faulty_script\.py:\d+",)),
