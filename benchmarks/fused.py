@@ -20,7 +20,7 @@ import tensorflow as tf
 from hvdtrain.bench.script import Script, print_times
 from hvdtrain.layers.fused_batch_norm import fused_normalization, fusible_layers
 from hvdtrain.optim.fused import fused_updates
-from hvdtrain.training.objective.cross_entropy import sparse_cross_entropy
+from hvdtrain.training.step.cross_entropy import sparse_cross_entropy
 
 MATRICES = [(512, 512)] * 24 + [(512, 2048)] * 3 + [(2048, 512)] * 3
 TABLE = (200_000, 64)

@@ -32,8 +32,8 @@ class Capabilities:
     """Whether global batches may be uneven, as the number of replicas changes: see `data.batch.per_replica`."""
     asynchronous: bool = False
     """Workers take steps at their own pace; the loop sees one replica that takes whole batches."""
-    step_factory: str = "hvdtrain.training.step.step_factory:CompiledStepFactory"
-    """`module:class` of the step factory for models without a custom `train_step`."""
+    step_factory: str = "hvdtrain.training.step.step_factory:KerasStepFactory"
+    """`module:class` of the step factory."""
 
 
 class HostSum(Protocol):

@@ -38,16 +38,14 @@ from hvdtrain.bench.timing import (
 from hvdtrain.config.run import Config
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.pipeline import TrainingData
-from hvdtrain.models.registry import model_family
 from hvdtrain.observability.events import Observer
 from hvdtrain.runs.run_data import run_data
 from hvdtrain.runs.trainers import run_trainer
 from hvdtrain.runtime.session import Session
 from hvdtrain.training.loop.loop import Plan
-from hvdtrain.training.objective.losses import summed_loss
-from hvdtrain.training.objective.metric_specs import MetricSpec
 from hvdtrain.training.step.batches import per_microbatch
-from hvdtrain.training.step.forward_backward import LocalGradients
+from hvdtrain.training.step.forward_backward import ForwardBackward, LocalGradients
+from hvdtrain.training.step.logs import StepLogs
 from hvdtrain.training.step.train_step import TrainStep
 from hvdtrain.training.trainer import Trainer
 from hvdtrain.training.update_rules.all_reduce import AllReduceUpdate
@@ -179,17 +177,17 @@ def parts_of(times_ms: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 def _step_alone(config: Config, trainer: Trainer, here: Backend, *, mine: Batch, rule: UpdateRule) -> Callable[[], Any]:
     """Return a step on this rank's slice of a batch, without any exchange."""
-    model, training = trainer.model, config.training
-    outputs = model(mine.inputs, training=False)
-    names = lambda: getattr(model, "output_names", None)  # noqa: E731
+    state, accumulate = trainer.state, config.training.accumulate
     samples = config.data.batch // trainer.backend.data_parallel.size
+    logs = StepLogs(here, trainer.model, "train_step")
+    passes = ForwardBackward(here, state, logs, parameters=rule.parameters(state.trainable), divides=accumulate > 1)
     step = TrainStep(
         backend=here,
-        state=trainer.state,
-        loss=summed_loss(model_family(config.model).loss(), None, names),
-        metrics=MetricSpec([], []).resolve(mine.targets, outputs, here, names),
+        state=state,
+        passes=passes,
+        logs=logs,
         rule=rule,
-        microbatch=per_microbatch(samples, 1, training.accumulate) if training.accumulate > 1 else None,
+        microbatch=per_microbatch(samples, 1, accumulate) if accumulate > 1 else None,
     )
     return lambda: step(mine, measure=False).totals
 

@@ -1,11 +1,14 @@
 """Private names of Keras 3's layers, models, metrics and callbacks."""
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src import backend as keras_backend
+from keras.src.losses import loss as keras_losses
 
 from hvdtrain.compat import unlike, uses_attribute
 from hvdtrain.compat.keras_variables import is_stateless
@@ -186,6 +189,22 @@ def compile_metrics(model: Any) -> Any:
     return getattr(model, "_compile_metrics", None)
 
 
+def flatten_results(model: Any, results: dict[str, Any]) -> Any:
+    """Return what `evaluate` returns for results by name: a list, or a single value.
+
+    Assumes `Trainer._flatten_metrics_in_order`.
+    """
+    return model._flatten_metrics_in_order(results)
+
+
+def drop_compile_metrics(model: Any) -> None:
+    """Remove a model's compiled metrics, which a `compile` without metrics leaves.
+
+    Assumes `Trainer._compile_metrics`.
+    """
+    model._compile_metrics = None
+
+
 def functional_of(model: Any) -> Any:
     """Return a model, or a Sequential's inner Functional; None if not built. Assumes `Sequential._functional`."""
     return model._functional if isinstance(model, keras.Sequential) else model
@@ -333,3 +352,120 @@ def is_default_hook(hook: Any) -> bool:
 def profiles_batches(callback: Any) -> bool:
     """Return whether a TensorBoard callback profiles batches. Assumes `TensorBoard._should_trace`."""
     return bool(getattr(callback, "_should_trace", False))
+
+
+# Steps
+
+
+def module_of_losses() -> Any:
+    """Return the module whose `reduce_weighted_values` forms a loss of its values; callers may replace it.
+
+    It takes values, sample_weight, mask, reduction and dtype. Assumes `Loss.__call__` calls keras.src.losses.loss's.
+
+    Raises:
+        CompatibilityError: if it does not: a masked loss would be divided by this rank's elements alone.
+    """
+    call = vars(keras.losses.Loss)["__call__"]
+    if "reduce_weighted_values" not in getattr(call, "original", call).__code__.co_names:
+        raise unlike("keras", module_of_losses, "Loss.__call__ forms its value by reduce_weighted_values")
+    return keras_losses
+
+
+def divisor_of(sample_weight: Any, mask: Any, reduction: str, dtype: Any) -> Any:
+    """Return what a loss is divided by if not by its number of values; None if by that.
+
+    Assumes Keras divides a masked loss by `sum(mask)`, and one reduced by `mean_with_sample_weight` by the sum of its
+    weights after `keras.src.losses.loss.apply_mask`.
+    """
+    if reduction == "mean_with_sample_weight" and (mask is not None or sample_weight is not None):
+        if sample_weight is not None:
+            sample_weight = tf.convert_to_tensor(sample_weight)
+        merged = keras_losses.apply_mask(sample_weight, mask, dtype=dtype, reduction=reduction)
+        return tf.reduce_sum(tf.cast(merged, dtype))
+    return None if mask is None else tf.reduce_sum(tf.cast(mask, dtype))
+
+
+def function_of_loss(loss: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the function that a loss calls with targets and outputs, and its other arguments; (None, {}) if none.
+
+    Assumes `LossFunctionWrapper.fn` and `_fn_kwargs`, which hold what `get_config` may leave out, such as an axis.
+    """
+    function = getattr(loss, "fn", None) if isinstance(loss, keras.losses.Loss) else loss
+    arguments = dict(getattr(loss, "_fn_kwargs", {}))
+    if isinstance(function, functools.partial) and not function.args:
+        return function.func, {**function.keywords, **arguments}
+    return function, arguments
+
+
+def loss_of_function() -> type:
+    """Return the class of losses that call `function_of_loss`. Assumes `keras.losses.MeanSquaredError` is one."""
+    kind: type = keras.losses.MeanSquaredError.__mro__[1]
+    return kind
+
+
+def loss_tracker(model: Any) -> Any:
+    """Return the `Mean` that a compiled model reports as `loss`. Assumes `Trainer._loss_tracker`."""
+    return model._loss_tracker
+
+
+def compiled_losses(model: Any) -> Any:
+    """Return the container of a model's compiled losses, or None. Assumes `Trainer._compile_loss`."""
+    return getattr(model, "_compile_loss", None)
+
+
+def compiled_metrics(model: Any) -> list[Any]:
+    """Return the metrics of a model's `compile`, once built. Assumes `CompileMetrics.metrics`."""
+    container = compile_metrics(model)
+    return [] if container is None else list(container.metrics)
+
+
+def trackers_of_outputs(model: Any) -> list[Any]:
+    """Return the `Mean`s of a built model's losses of several outputs. Assumes `CompileLoss.metrics`."""
+    container = compiled_losses(model)
+    return [] if container is None else list(container.metrics)
+
+
+def losses_by_output(model: Any) -> list[Any]:
+    """Return a built model's loss objects, one per output with a loss. Assumes `CompileLoss._flat_losses`."""
+    container = compiled_losses(model)
+    return [] if container is None else [each.loss for each in container._flat_losses or ()]
+
+
+def compute_loss(model: Any, *, x: Any, y: Any, y_pred: Any, sample_weight: Any, training: bool) -> Any:
+    """Return the scalar loss of a model's outputs. Assumes `Trainer._compute_loss`."""
+    return model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
+
+
+def build_from(model: Any, data: Any) -> Any:
+    """Create the variables of a compiled model, its losses and metrics, from a batch as `train_step` gets it.
+
+    Nothing is computed, drawn or counted. Returns the symbolic outputs.
+
+    Assumes `compute_output_spec` of keras.src.backend creates variables as a call does.
+    """
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+    outputs = keras_backend.compute_output_spec(model, _symbolic(x), training=False)
+    _, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    build_objective(model, outputs, y, sample_weight)
+    return outputs
+
+
+def build_objective(model: Any, outputs: Any, targets: Any, sample_weight: Any) -> None:
+    """Create the variables of a compiled model's losses and metrics for such symbolic outputs.
+
+    Assumes `Trainer._compile_loss` and `_compile_metrics` are built by their first call.
+    """
+    y, weight = _symbolic(targets), _symbolic(sample_weight)
+    for container in (compiled_losses(model), compile_metrics(model)):
+        if container is not None and not container.built:
+            keras_backend.compute_output_spec(container, y, outputs, weight)
+
+
+def _symbolic(tensors: Any) -> Any:
+    """Return Keras' symbols of the shapes and dtypes of tensors."""
+    return tf.nest.map_structure(
+        lambda each: (
+            None if each is None else keras.KerasTensor(each.shape, keras.backend.standardize_dtype(each.dtype))
+        ),
+        tensors,
+    )

@@ -97,6 +97,11 @@ def release(function: Any) -> None:
 _SCOPES = {"variable_capturing_scope": "first", "invalid_creator_scope": "second"}
 
 
+def copied_function(function: Any) -> Any:
+    """Return a `tf.function` like this one that has no graphs yet. Assumes `Function._clone`."""
+    return function._clone(None)
+
+
 def trace_number(graph: "tf.Graph") -> str:
     """Return whether a FuncGraph is a `tf.function`'s "first" or "second" trace; else empty.
 

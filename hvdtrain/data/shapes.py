@@ -40,6 +40,8 @@ def check_source(model: keras.Model, source: Source, loss: Any = None) -> None:
         tensors = list(getattr(model, "outputs", None) or [])
     except ValueError:  # a Sequential that has not seen a batch
         return
+    if not tensors:  # a pipeline stage
+        return
     names = getattr(model, "output_names", None) or [""] * len(tensors)
     specs = {name: tuple(tensor.shape) for name, tensor in zip(names, tensors, strict=True)}
     for output, array in _paired(specs, targets):

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hvdtrain.parallel.context.positions import position_slices, sliced_outputs
-from hvdtrain.parallel.tensor.outputs import gathered, sharded_outputs, tagged_outputs
+from hvdtrain.parallel.tensor.outputs import gathered, output_shards, sharded_outputs, tagged_outputs
 
 
 def local_outputs(model: Any, forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -17,6 +17,11 @@ def local_outputs(model: Any, forward: Callable[..., Any], *args: Any, **options
         return sharded_outputs(model, forward, *inner, **more)
 
     return sliced_outputs(model, sharded, *args, **options)
+
+
+def holds_output_slices(model: Any) -> bool:
+    """Return whether `local_outputs` of `model` may be shards."""
+    return position_slices(model) is not None or output_shards(model) is not None
 
 
 def marked_outputs(model: Any, outputs: Any) -> Any:

@@ -12,6 +12,7 @@ from hvdtrain.data.order import Order
 from hvdtrain.data.registry import load_splits
 from hvdtrain.data.shapes import check_shapes
 from hvdtrain.data.source import DataSplits
+from hvdtrain.models.objective import soft_label_loss, soft_label_metrics
 from hvdtrain.models.registry import build_model, layout_rules, model_family
 from hvdtrain.optim.optimizers import build_optimizer
 from hvdtrain.parallel.parallelize import parallelize
@@ -21,7 +22,6 @@ from hvdtrain.runtime.mesh import Mesh
 from hvdtrain.runtime.session import check_parallel
 from hvdtrain.training.assembly import check_expert_parallel, check_split
 from hvdtrain.training.elastic import check_undivided
-from hvdtrain.training.objective.soft_labels import soft_label_loss, soft_label_metrics
 from hvdtrain.training.options import StepOptions, step_options
 from hvdtrain.training.trainer import Trainer
 

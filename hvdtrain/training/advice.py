@@ -195,4 +195,4 @@ def pipeline_notes(model: Any, options: StepOptions) -> list[str]:
 
 def narrow(outputs: Any) -> bool:
     """Return whether any tensor has a 16-bit floating dtype."""
-    return any(t.dtype.is_floating and t.dtype.size < 4 for t in tf.nest.flatten(outputs))
+    return any(tf.as_dtype(t.dtype).is_floating and tf.as_dtype(t.dtype).size < 4 for t in tf.nest.flatten(outputs))

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Unpack
 
 import keras
@@ -11,6 +11,8 @@ import keras
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.backends.select import backend_for
 from hvdtrain.checkpoint.background import BackgroundSaver
+from hvdtrain.compat.keras import last_compile
+from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.registry import resolve
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.pipeline import TrainingData
@@ -36,20 +38,17 @@ from hvdtrain.training.assembly import (
     model_for,
     refuse_instances,
 )
+from hvdtrain.training.compile_settings import Objective, merge_compile_settings
 from hvdtrain.training.elastic import Commits, HostsCheck
 from hvdtrain.training.evaluation.evaluate import Evaluation, EvaluationHooks, broadcast_first_weights, weights_of
 from hvdtrain.training.loop.hooks import Actions
 from hvdtrain.training.loop.loop import Plan
 from hvdtrain.training.loop.result import FitResult
 from hvdtrain.training.loop.standard_hooks import StandardTraining
-from hvdtrain.training.objective.compile_settings import Objective, merge_compile_settings
 from hvdtrain.training.options import StepOptions, TrainerOptions, step_options
-from hvdtrain.training.pipelined.factory import PipelineStepFactory
 from hvdtrain.training.pipelined.staging import check_optimizer, staged
 from hvdtrain.training.rollback import check_rollback, rollback_to
 from hvdtrain.training.run_info import run_info
-from hvdtrain.training.step.own.factory import KerasStepFactory
-from hvdtrain.training.step.own.train_step import has_own_step
 from hvdtrain.training.step.result import CompiledStep
 from hvdtrain.training.step.step_factory import StepFactory
 from hvdtrain.training.update_rules.base import UpdateRule
@@ -61,11 +60,11 @@ def step_factory_for(
 ) -> StepFactory:
     """Return the step factory for `model` on `backend`. Raises ConfigError for incompatible options or layers."""
     if isinstance(model, PipelineStage):
+        from hvdtrain.training.pipelined.factory import PipelineStepFactory
+
         return PipelineStepFactory(
             backend=backend, model=model, optimizer=optimizer, objective=objective, options=options
         )
-    if has_own_step(model):
-        return KerasStepFactory(backend=backend, model=model, optimizer=optimizer, objective=objective, options=options)
     table = {backend.name: backend.capabilities.step_factory}
     factory: StepFactory = resolve("backend", backend.name, table)(backend, model, optimizer, objective, options)
     return factory
@@ -119,6 +118,7 @@ class TrainerCore:
         self._state: TrainState | None = None
         self._announcer = Announcer(self.backend, self.options, notes)
         self._predictor = self._factory.predictor()
+        self._compiled = last_compile(self.model)
 
     @property
     def optimizer(self) -> Any:
@@ -161,7 +161,15 @@ class TrainerCore:
         self.build_on(sample, training=True)
 
     def build_on(self, batch: Batch, *, training: bool = False) -> None:
-        """Build model and optimizer from one representative batch."""
+        """Build model and optimizer from one representative batch.
+
+        Raises ConfigError for a model that was compiled again since, whose new settings the steps would not have.
+        """
+        if last_compile(self.model) is not self._compiled:
+            raise ConfigError(
+                f"{type(self.model).__name__} {self.model.name!r} was compiled again since, and this trainer has the "
+                "optimizer, losses and metrics from before: make a new one, trainer = hvdtrain.Trainer(model)."
+            )
         if is_built_sharded(self.model):
             self._make_rule()  # makes the model callable
         with precision(self.options.precision):  # for layers created on first call
@@ -179,6 +187,9 @@ class TrainerCore:
     def _build_variables(self, batch: Batch, *, training: bool) -> None:
         """Create the model's variables, and the optimizers' if `training`."""
         self._factory.build(batch, training=training)
+        if self._rule is not None and not self._factory.is_settled(self._rule):
+            self._scalars_before = None if self._state is None else asdict(self._state.scalars)
+            self._rule = self._state = None
 
     def broadcast_state(self) -> None:
         """Broadcast rank 0's tensors and scalars; shards stay in place. Collective."""
@@ -294,7 +305,7 @@ class TrainerCore:
 
     def compiled_step(self, data: TrainingData) -> CompiledStep:
         """Return the compiled step for batches of `data`, for standalone use."""
-        return self._factory.train_step(self.state, self.rule, data.batch, epoch_metrics=False)
+        return self._factory.train_step(self.state, self.rule, data.batch)
 
     def consolidate(self) -> None:
         """Make the model hold the weights to be evaluated and saved. Collective."""

@@ -13,7 +13,7 @@ from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.optim.precision import precision
 from hvdtrain.training.agreement import agree_on_call
 from hvdtrain.training.data_arguments import check_counts, check_shard, combined, global_batch
-from hvdtrain.training.evaluation.evaluate import Evaluation
+from hvdtrain.training.evaluation.evaluate import Score, Scores
 from hvdtrain.training.evaluation.predict import build_for, own_outputs, prediction_batches
 from hvdtrain.training.fit_arguments import VALIDATION_BATCH, DataArguments, FitArguments, ValidationArguments
 from hvdtrain.training.fitting import FitRequest, FittingTrainer
@@ -170,8 +170,8 @@ class Trainer(FittingTrainer):
         return_dict: bool = False,
         batch: int | None = None,
         shard: str | None = None,
-    ) -> Evaluation | dict[str, Any]:
-        """Return loss and metrics over all samples, each counted once. Collective.
+    ) -> Score | Scores | dict[str, Any]:
+        """Return loss and metrics over all samples, each counted once, as `Model.evaluate` does. Collective.
 
         All ranks pass the same arguments. If ranks hold different weights, rank 0's are used.
 
@@ -199,7 +199,7 @@ class Trainer(FittingTrainer):
         data = combined(x, y, sample_weight)
         outcome = self.evaluate_on(evaluation_data(data, self.backend, batch=size, steps=steps, shard=shard))
         show_evaluation(outcome, self.backend, verbose)
-        return outcome.as_dict() if return_dict else outcome
+        return dict(sorted(outcome.as_dict().items())) if return_dict else outcome.as_keras(self.model)
 
     def predict(
         self,

@@ -81,6 +81,10 @@ def per_sample(targets: Any, outputs: Any) -> tf.Tensor:
     return keras.losses.sparse_categorical_crossentropy(targets, outputs, from_logits=True)
 
 
+CROSS_ENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True, dtype="float64")
+"""The mean of `per_sample`, computed in 64 bits whatever Keras' floatx is."""
+
+
 OPTIMIZERS = {
     "plain sgd": lambda: keras.optimizers.SGD(0.1),
     "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9),

@@ -92,6 +92,19 @@ def grappler(on: bool = True) -> Iterator[None]:
         tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False, **before})
 
 
+@contextmanager
+def computing_in(dtype: str) -> Iterator[None]:
+    """Let what is built and compiled in this context, or in the function that this decorates, compute in `dtype`."""
+    before = keras.config.floatx(), keras.config.dtype_policy()
+    keras.config.set_floatx(dtype)
+    keras.config.set_dtype_policy(dtype)
+    try:
+        yield
+    finally:
+        keras.config.set_floatx(before[0])
+        keras.config.set_dtype_policy(before[1])
+
+
 Loss = Callable[[Any, Any], tf.Tensor]
 Transform = Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]]
 

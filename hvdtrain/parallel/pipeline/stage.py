@@ -76,6 +76,7 @@ class PipelineStage(keras.Model):
         paths = tuple(structure.by_path(seed_states(model)))
         self.whole = WholeModel(model, cut, structure, paths)
         self.place, self.ranks = rank, ranks
+        self.output_names = getattr(model, "output_names", None)  # for `compile`
         self.tied = _tied_weights(self.whole, ranks)
         """Tied weights by path."""
         self.stages = tuple(mine)

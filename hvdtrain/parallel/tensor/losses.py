@@ -4,7 +4,6 @@ For the cross-entropy each rank sends three numbers per label: its largest logit
 it, and the label's logit if it has that class (Shoeybi et al. 2019, section 3). The backward pass sends nothing.
 """
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdtrain.compat.keras import function_of_metric, replaced_function, set_mask
+from hvdtrain.compat.keras import function_of_loss, function_of_metric, replaced_function, set_mask
 from hvdtrain.parallel.tensor.outputs import Shard
 from hvdtrain.runtime.compiled import numbered
 
@@ -25,31 +24,14 @@ def sharded_form(loss: Any, shard: Shard) -> Losses | None:
 
     Supports sparse_categorical_crossentropy and categorical_crossentropy of logits, as objects and functions.
     """
-    name, config = _described(loss)
+    function, config = function_of_loss(loss)
     if config.get("from_logits") is not True or config.get("axis", -1) != -1:
         return None
-    if name == "sparse_categorical_crossentropy":
+    if function is keras.losses.sparse_categorical_crossentropy:
         return lambda labels, logits: _sparse(labels, logits, shard, config.get("ignore_class"))
-    if name == "categorical_crossentropy":
+    if function is keras.losses.categorical_crossentropy:
         return lambda labels, logits: _dense(labels, logits, shard, float(config.get("label_smoothing") or 0.0))
     return None
-
-
-def _described(loss: Any) -> tuple[str, dict[str, Any]]:
-    """Return the name and arguments of a Keras loss."""
-    kinds = {
-        keras.losses.SparseCategoricalCrossentropy: "sparse_categorical_crossentropy",
-        keras.losses.CategoricalCrossentropy: "categorical_crossentropy",
-    }
-    functions = {
-        keras.losses.sparse_categorical_crossentropy: "sparse_categorical_crossentropy",
-        keras.losses.categorical_crossentropy: "categorical_crossentropy",
-    }
-    if type(loss) in kinds:
-        return kinds[type(loss)], loss.get_config()
-    if isinstance(loss, functools.partial) and not loss.args and loss.func in functions:
-        return functions[loss.func], loss.keywords
-    return "", {}
 
 
 def _sparse(labels: Any, logits: Any, shard: Shard, ignored: int | None) -> Any:

@@ -70,6 +70,12 @@ class OutputShards:
             self._kept = before
 
 
+def output_shards(model: Any) -> OutputShards | None:
+    """Return a model's gathering of outputs, if some are sharded."""
+    shards: OutputShards | None = vars(model).get(_LAYOUT)
+    return shards
+
+
 def shard_of(tensor: Any) -> Shard | None:
     """Return the shard in `tensor`; None if full."""
     return getattr(tensor, _ATTRIBUTE, None)
@@ -94,13 +100,13 @@ def _gathered(tensor: Any) -> Any:
 
 def tagged_outputs(model: Any, outputs: Any) -> Any:
     """Mark the shards among outputs that layers returned one by one."""
-    shards: OutputShards | None = vars(model).get(_LAYOUT)
+    shards = output_shards(model)
     return outputs if shards is None else shards.tagged(outputs)
 
 
 def sharded_outputs(model: Any, forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Call `forward`, the model or its layers, keeping outputs sharded."""
-    shards: OutputShards | None = vars(model).get(_LAYOUT)
+    shards = output_shards(model)
     if shards is None:
         return forward(*args, **options)
     with shards.kept():

@@ -20,7 +20,7 @@ from hvdtrain.runs.description import RunDescription, described
 from hvdtrain.runs.folder import RunFolder, located, opened, start_folder
 from hvdtrain.runs.use.generate import TextGenerator, check_language_model
 from hvdtrain.runs.use.model import readable_outputs
-from hvdtrain.training.objective.outputs import inputs_for
+from hvdtrain.training.step.batches import inputs_for
 
 
 @dataclass(frozen=True)

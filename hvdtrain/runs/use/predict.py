@@ -24,7 +24,7 @@ from hvdtrain.runs.description import RunDescription
 from hvdtrain.runs.folder import RunFolder
 from hvdtrain.runs.use.model import has_one_class, outputs_width, readable_outputs, trained_model
 from hvdtrain.runtime.session import Session
-from hvdtrain.training.objective.outputs import inputs_for
+from hvdtrain.training.step.batches import inputs_for
 
 Format = Literal["csv", "jsonl"]
 DIGITS = 6

@@ -1,7 +1,7 @@
 """Optimizer step on one of several asynchronous workers."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import keras
@@ -13,15 +13,15 @@ from hvdtrain.data.batch import Batch, as_batch
 from hvdtrain.state.structure import seed_states
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.asynchronous.evaluate import Tally
-from hvdtrain.training.objective.metrics import Figure, MetricSet
 from hvdtrain.training.step.finite import zero_if_finite
 from hvdtrain.training.step.forward_backward import ForwardBackward
+from hvdtrain.training.step.logs import StepLogs, Value
 from hvdtrain.training.step.result import Measured, StepResult
 from hvdtrain.training.update_rules.base import UpdateRule
 
 
 @contextmanager
-def pinned(values: Sequence[tuple[Any, Any]], others: Iterable[Any]) -> Iterator[None]:
+def pinned(values: Sequence[tuple[Any, Any]], others: Iterable[Any]) -> Iterator[Any]:
     """Override the values of Keras variables and discard assignments to them.
 
     With several workers, read-modify-write updates of a counter would be lost. Values derived from such a counter are
@@ -32,7 +32,7 @@ def pinned(values: Sequence[tuple[Any, Any]], others: Iterable[Any]) -> Iterator
         others: Keras variables whose assignments in the context are kept.
     """
     with keras.StatelessScope(values, collect_losses=True) as scope:
-        yield
+        yield scope
     for variable in others:
         value = scope.get_current_value(variable)
         if value is not None:
@@ -49,11 +49,8 @@ class AsynchronousStep:
 
     Args:
         workers: take the steps.
-        metrics: reported on logged steps.
-        epoch_metrics: count the metrics in every step, and report them per epoch.
+        logs: the results of the model's `train_step`.
     """
-
-    returns_logs = False
 
     def __init__(
         self,
@@ -61,22 +58,20 @@ class AsynchronousStep:
         workers: Workers,
         state: TrainState,
         passes: ForwardBackward,
-        metrics: MetricSet,
+        logs: StepLogs,
         rule: UpdateRule,
-        *,
-        epoch_metrics: bool = False,
     ) -> None:
         self._backend = backend
         self._workers = workers
         self._state = state
         self._forward_backward = passes
-        self._metrics = metrics
+        self._logs = logs
         self._rule = rule
         self._ahead = 0
         """Steps since the last one waited for."""
-        self._epoch = Tally(metrics.fresh()) if epoch_metrics else None
-        self._recent = Tally(metrics.fresh())
-        """Metrics since the last measured step, if they are counted in every step."""
+        self._epoch = Tally(logs)
+        self._recent = Tally(logs)
+        """Metrics since the last measured step."""
         self._functions: dict[tuple[bool, bool | None], Callable[..., Any]] = {}
 
     def __call__(self, batch: Batch, *, measure: bool) -> StepResult:
@@ -87,27 +82,25 @@ class AsynchronousStep:
         parts = (inputs, targets) if weights is None else (inputs, targets, weights)
         later = self._workers.schedule(self._function(measure, batch.finite), parts, tf.constant(self._ahead, tf.int64))
         self._ahead += 1
-        if self._epoch is not None:
-            self._epoch.add(later)
-            self._recent.add(later)
+        self._epoch.add(later)
+        self._recent.add(later)
         return StepResult(_TotalsOf(later), self._measured(later.fetch()) if measure else None)
 
     def begin_metrics(self, sums: Mapping[str, list[Any]] | None = None) -> None:
         """Reset the epoch's metrics, or restore `sums`."""
-        if self._epoch is not None:
-            self._epoch.reset()
-            self._epoch.restore_sums(sums or {})
+        self._epoch.reset()
+        self._epoch.restore_sums(sums or {})
         self._recent.reset()
 
     def metric_sums(self) -> dict[str, list[Any]]:
         """Return the state of each metric of the epoch."""
-        return {} if self._epoch is None else self._epoch.sums()
+        return self._epoch.sums()
 
-    def metrics_so_far(self) -> dict[str, Figure]:
-        """Return the metrics of the epoch so far."""
-        return {} if self._epoch is None else self._epoch.results()
+    def metrics_so_far(self) -> dict[str, Value]:
+        """Return the results of the epoch so far."""
+        return self._epoch.results()
 
-    def epoch_metrics(self) -> dict[str, Figure]:
+    def epoch_metrics(self) -> dict[str, Value]:
         """Return the metrics of the epoch, and reset them."""
         results = self.metrics_so_far()
         self.begin_metrics()
@@ -126,30 +119,32 @@ class AsynchronousStep:
     def _step(self, batch: Batch, ahead: tf.Tensor, measure: bool) -> dict[str, Any]:
         """Take the step on a worker and return its results."""
         optimizer = self._state.optimizer
-        local, outputs = self._forward_backward(batch, within=lambda: self._drawing(ahead))
+        states: list[tf.Tensor] = []
+        local = self._forward_backward(batch, within=lambda: self._drawing(ahead, states))
         with self._counting(ahead):
             rate = tf.convert_to_tensor(optimizer.learning_rate)
             totals, norm = self._rule.update(local, measure=measure)
-        found = {"totals": totals}
-        if measure or self._epoch is not None:
-            found["metrics"] = self._metrics.sums_of(batch.targets, outputs, batch.sample_weight)
+        found = {"totals": totals, "metrics": states}
         if measure:
             found["rate"], found["norm"] = rate, norm
             found["finite"] = zero_if_finite([v.read_value() for v in self._state.trainable.values()])
         return found
 
-    def _drawing(self, ahead: tf.Tensor) -> AbstractContextManager[None]:
-        """Return a context in which random layers are functions of (seed, step)."""
+    @contextmanager
+    def _drawing(self, ahead: tf.Tensor, states: list[tf.Tensor]) -> Iterator[None]:
+        """Make random layers functions of (seed, step), and count the metrics of this step alone, in `states`."""
         model = self._state.model
         seeds = seed_states(model)
-        if not seeds:
-            return nullcontext()
         drawn = {id(seed) for seed in seeds}
-        states = self._state.generator_states(0, self._state.counter + ahead).values()
+        generators = self._state.generator_states(0, self._state.counter + ahead).values() if seeds else ()
         # Within such a context Keras asks it for the variables that have a regularizer.
         regularized = [(v, tf.convert_to_tensor(v.value)) for v in model.trainable_variables if v.regularizer]
+        counted = self._logs.keras_variables()
+        empty = [(v, tf.zeros(v.shape, v.dtype)) for v in counted]
         others = [v for v in model.non_trainable_variables if id(v) not in drawn]
-        return pinned([*zip(seeds, states, strict=True), *regularized], others)
+        with pinned([*zip(seeds, generators, strict=True), *regularized, *empty], others) as scope:
+            yield
+        states[:] = [tf.convert_to_tensor(scope.get_current_value(v)) for v in counted]
 
     def _counting(self, ahead: tf.Tensor) -> AbstractContextManager[None]:
         """Return a context with the optimizer's `iterations` before this step."""
@@ -164,18 +159,15 @@ class AsynchronousStep:
         self._state.counter.assign_add(self._ahead)
         self._state.optimizer.iterations.assign_add(self._ahead)
         self._ahead = 0
-        if self._epoch is None:
-            self._recent.count(found["metrics"])
         recent = self._recent.results()
         self._recent.reset()
-        so_far = None if self._epoch is None else self._epoch.results()
         return Measured(
             learning_rate=found["rate"],
             grad_norm=found["norm"],
             loss_scale=None,
             metrics=recent,
             finite=np.isfinite(found["finite"]),
-            so_far=so_far,
+            so_far=self._epoch.results(),
         )
 
 

@@ -1,7 +1,7 @@
 """Evaluation over all replicas: every sample counts once."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -9,19 +9,20 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend, gather
-from hvdtrain.backends.replicas import ForEachReplica
+from hvdtrain.compat.keras import flatten_results
 from hvdtrain.config.errors import DataError
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.streams.given import in_step
-from hvdtrain.parallel.outputs import local_outputs
 from hvdtrain.runtime.placement import placement_of
 from hvdtrain.state.hashes import checksum
-from hvdtrain.state.named_tensors import exchanges_activations, expert_parallel
+from hvdtrain.state.named_tensors import expert_parallel
 from hvdtrain.state.structure import structure_of
-from hvdtrain.training.objective.losses import LossFunction, with_model_losses
-from hvdtrain.training.objective.metrics import Figure, MetricSet, metric_value
-from hvdtrain.training.objective.outputs import inputs_for
-from hvdtrain.training.step.batches import replica_slice
+from hvdtrain.training.step.batches import keras_data, number_of_samples, replica_slice
+from hvdtrain.training.step.forward_backward import called_as
+from hvdtrain.training.step.logs import StepLogs, Value, metric_value
+from hvdtrain.training.step.loss_terms import Kind, LossTerms
+from hvdtrain.training.step.patches import traced_anew
+from hvdtrain.training.step.placeholder import restored_if_empty
 from hvdtrain.training.update_rules.base import UpdateRule
 
 
@@ -87,10 +88,7 @@ def _broadcast_along_tp(tensors: Mapping[str, tf.Variable], backend: Backend) ->
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Loss and metrics over a whole data set.
-
-    By name, `outcome["accuracy"]`; in Keras' order, `loss, accuracy = outcome`; the loss alone, `float(outcome)`.
-    """
+    """Loss and metrics over a whole data set, in the order in which the model reports them."""
 
     loss: float | None
     metrics: dict[str, Any]
@@ -100,81 +98,108 @@ class Evaluation:
         """Return loss and metrics by name."""
         return ({} if self.loss is None else {"loss": self.loss}) | self.metrics
 
-    def keys(self) -> Iterable[str]:
-        """Return the names, the loss first."""
-        return self.as_dict().keys()
+    def as_keras(self, model: Any) -> "Scores | Score":
+        """Return what `evaluate` of `model` returns: a number, or a list of several."""
+        values = flatten_results(model, self.as_dict())
+        scores = Score(values) if isinstance(values, float) else Scores(tf.nest.flatten(values))
+        scores.evaluation = self
+        return scores
+
+
+def evaluation_of(results: Mapping[str, Value], seconds: float) -> Evaluation:
+    """Return an evaluation of these results."""
+    loss = results.get("loss")
+    return Evaluation(
+        loss=None if loss is None else float(loss),
+        metrics={name: value for name, value in results.items() if name != "loss"},
+        seconds=seconds,
+    )
+
+
+class _Named:
+    """Access by name, in addition to what Keras' `evaluate` returns."""
+
+    evaluation: Evaluation
+
+    @property
+    def loss(self) -> float | None:
+        """The loss."""
+        return self.evaluation.loss
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """Metrics by name."""
+        return self.evaluation.metrics
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of the evaluation."""
+        return self.evaluation.seconds
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return loss and metrics by name."""
+        return self.evaluation.as_dict()
+
+
+class Score(_Named, float):
+    """The loss of a model without metrics: `score < 1`, `f"{score:.3f}"`."""
 
     def __getitem__(self, name: str) -> Any:
         return self.as_dict()[name]
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.as_dict().values())
 
-    def __len__(self) -> int:
-        return len(self.as_dict())
+class Scores(_Named, list[Any]):
+    """Loss and metrics: `loss, accuracy = scores`, `scores[0]`, and by name, `scores["accuracy"]`."""
 
-    def __float__(self) -> float:
-        return float("nan") if self.loss is None else self.loss
+    def __getitem__(self, place: Any) -> Any:
+        return self.as_dict()[place] if isinstance(place, str) else super().__getitem__(place)
 
 
-class Evaluator:
-    """Evaluates a model on each replica's data, in fresh metrics.
+class KerasEvaluator:
+    """Calls the model's `test_step` on every replica's share of the data.
 
+    Metrics are global, and so is the mean of any other returned value. The metrics' training state is preserved.
     `rule` returns the rule that holds the model's weights; None: the model does.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        model: Any,
-        loss: LossFunction,
-        metrics: MetricSet,
-        rule: Callable[[], UpdateRule | None] = lambda: None,
-    ) -> None:
+    def __init__(self, backend: Backend, model: Any, rule: Callable[[], UpdateRule | None] = lambda: None) -> None:
         self._backend = backend
         self._model = model
-        self._loss = loss
-        self._metrics = metrics
-        self._sums = ForEachReplica(backend, lambda _: tf.Variable(tf.zeros([2], tf.float64), trainable=False))
         self._rule = rule
+        self.added: Sequence[Kind] = ()
+        """Kinds of the losses that layers add, in order."""
+        self._logs = StepLogs(backend, model, "test_step", accumulate=True)
         # By whether the model holds its weights: a graph gathers them, or does not.
         self._updates = {
             holds: tf.function(self._update_batch, autograph=False, reduce_retracing=True) for holds in (True, False)
         }
-        self._reduce = tf.function(lambda: backend.run(self._reduce_all), autograph=False)
-        self._look = tf.function(lambda: backend.run(self._look_at_all), autograph=False)
+        self._results = tf.function(lambda: backend.run(self._logs.results, "evaluation"), autograph=False)
+        self._look = tf.function(lambda: backend.run(self._logs.results, "evaluation_so_far"), autograph=False)
 
     def __call__(self, batches: Iterable[Batch], hooks: EvaluationHooks | None = None) -> Evaluation:
         """Evaluate on `batches`, equally many on each replica. Raises DataError without samples. Collective."""
         begin = time.perf_counter()
-        self._metrics.reset_all()
-        for sums in self._sums.all:
-            sums.assign(tf.zeros([2], tf.float64))
+        kept = [(variable, variable.numpy()) for variable in self._logs.variables()]
+        self._logs.reset()
         hooks, rule = hooks or EvaluationHooks(), self._rule()
         holds = rule is None or rule.holds_weights
-        apart = holds and not self._exchanges()
-        for number, batch in enumerate(self._backend.distribute(batches if apart else in_step(batches))):
-            hooks.begin_test_step(number)
+        count = 0
+        # Ranks exchange divisors of losses, parameters and activations in each batch.
+        for batch in self._backend.distribute(in_step(batches)):
+            hooks.begin_test_step(count)
             self._updates[holds](batch)
-            hooks.end_test_step(number, self._so_far)
-        self._reduce()
-        total, weight = self._sums.own.numpy()
-        if not weight:
+            hooks.end_test_step(count, self._so_far)
+            count += 1
+        if not count:
             raise DataError("There is nothing to evaluate: the validation data hold no samples.")
-        return Evaluation(float(total / weight), self._metrics.results(), time.perf_counter() - begin)
+        results = {name: metric_value(value) for name, value in self._results().items()}
+        self._model.reset_metrics()
+        for variable, value in kept:
+            variable.assign(value)
+        return evaluation_of(results, time.perf_counter() - begin)
 
-    def _exchanges(self) -> bool:
-        return exchanges_activations(self._model)
-
-    def _so_far(self) -> dict[str, Figure]:
-        """Return loss and metrics so far over all replicas. Collective."""
-        sums, metrics = self._look()
-        total, weight = sums.numpy()
-        loss = float(total / weight) if weight else float("nan")
-        return {"loss": loss, **{name: metric_value(value) for name, value in metrics.items()}}
-
-    def _look_at_all(self) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
-        return self._summed("evaluation_so_far/loss"), self._metrics.results_so_far("evaluation_so_far")
+    def _so_far(self) -> dict[str, Value]:
+        return {name: metric_value(value) for name, value in self._look().items()}
 
     def _update_batch(self, batch: Batch) -> None:
         rule = self._rule()
@@ -183,17 +208,26 @@ class Evaluator:
 
     def _update_replica(self, batch: Batch) -> None:
         batch = replica_slice(batch, self._backend)
-        outputs = local_outputs(self._model, self._model, inputs_for(self._model, batch.inputs), training=False)
-        part = with_model_losses(self._loss(batch.targets, outputs, batch.sample_weight), self._model)
-        share = tf.cast(tf.stack([part.total, part.weight]), tf.float64)
-        # A placeholder's loss may be anything: it is excluded, not multiplied by zero.
-        self._sums.own.assign_add(tf.where(batch.has_samples > 0, share, tf.zeros_like(share)))
-        self._metrics.update(batch.targets, outputs, batch.sample_weight, batch.has_samples)
+        samples = number_of_samples(batch)
+        terms = LossTerms(
+            model=self._model,
+            collectives=self._backend,
+            samples=samples / self._backend.axes.get("cp", 1),
+            total=tf.cast(batch.global_samples, tf.float64),
+            whole=self._backend.size == 1,
+            exchanges=True,
+            added=self.added,
+        )
+        with (
+            restored_if_empty(self._logs.variables(), batch.has_samples),
+            terms.corrected(),
+            self._logs.recording(),
+            called_as(self._model),
+        ):
+            returned = self.step_on(batch)
+        self._logs.take(returned, samples)
 
-    def _reduce_all(self) -> None:
-        self._sums.own.assign(self._summed("evaluation/loss"))
-        self._metrics.reduce("evaluation")
-
-    def _summed(self, name: str) -> tf.Tensor:
-        """Return [2], the loss and its weight over all replicas."""
-        return self._backend.all_reduce(self._sums.own.read_value(), name=name)
+    def step_on(self, batch: Batch) -> Any:
+        """Return the results of a batch."""
+        with traced_anew():
+            return self._model.test_step(keras_data(batch))

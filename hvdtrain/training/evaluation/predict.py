@@ -12,9 +12,8 @@ from hvdtrain.data.batch import Batch
 from hvdtrain.data.streams.given import in_step
 from hvdtrain.training.data_arguments import first_batches
 from hvdtrain.training.inputs import validation_batches
-from hvdtrain.training.objective.outputs import inputs_for
 from hvdtrain.training.rank_inputs import own_evaluation_data
-from hvdtrain.training.step.batches import replica_slice
+from hvdtrain.training.step.batches import inputs_for, keras_data, replica_slice
 
 
 class Predictor:
@@ -36,13 +35,15 @@ class Predictor:
 
     def _outputs_of(self, batch: Batch) -> Any:
         batch = replica_slice(batch, self._backend)
-        return self._of_all_replicas(batch, self._model(inputs_for(self._model, batch.inputs), training=False))
+        return self._of_all_replicas(batch, self._model.predict_step(keras_data(batch)))
 
     def _of_all_replicas(self, batch: Batch, outputs: Any) -> Any:
         # Replicas hold consecutive slices of the global batch, so gathering keeps the order. Placeholders are dropped.
-        rows = tf.cast(batch.has_samples, tf.int32) * tf.shape(tf.nest.flatten(outputs)[0])[0]
+        counted = tf.cast(batch.has_samples, tf.int32)
         flat = [
-            self._backend.data_parallel.all_gather(tensor[:rows], name=f"prediction/output{place}")
+            self._backend.data_parallel.all_gather(
+                tensor[: counted * tf.shape(tensor)[0]], name=f"prediction/output{place}"
+            )
             for place, tensor in enumerate(tf.nest.flatten(outputs))
         ]
         return tf.nest.pack_sequence_as(outputs, flat)
@@ -56,9 +57,7 @@ def build_for(model: Any, batches: Iterable[Batch]) -> None:
 
 def own_outputs(model: Any, batches: Iterable[Batch]) -> Any:
     """Return the outputs [samples, …] for this rank's batches, without communication."""
-    call = tf.function(
-        lambda batch: model(inputs_for(model, batch.inputs), training=False), autograph=False, reduce_retracing=True
-    )
+    call = tf.function(lambda batch: model.predict_step(keras_data(batch)), autograph=False, reduce_retracing=True)
     parts = []
     for batch in batches:
         outputs = call(batch)

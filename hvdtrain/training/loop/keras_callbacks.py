@@ -11,7 +11,6 @@ import tensorflow as tf
 from hvdtrain.backends.protocol import Backend, gather
 from hvdtrain.compat.keras import is_default_hook, profiles_batches
 from hvdtrain.config.errors import ConfigError, opt
-from hvdtrain.optim.precision import has_dynamic_scale
 from hvdtrain.state.callbacks import callback_states, held_weights, restore_callbacks
 from hvdtrain.state.hashes import Holders, checksum
 from hvdtrain.state.named_tensors import NamedTensor, placed_tensor
@@ -109,7 +108,6 @@ def callbacks_of_all(
     *,
     epochs: int,
     steps: int,
-    prepare: Callable[[], None],
     averaged_weights: Callable[[], AbstractContextManager[None]],
     verbose: str | int = 0,
 ) -> "KerasCallbacks | None":
@@ -117,7 +115,6 @@ def callbacks_of_all(
 
     Args:
         callbacks: as for `Model.fit`.
-        prepare: gives the model the attributes that callbacks use, such as its optimizer.
         averaged_weights: swaps in the EMA of the weights inside a context.
         verbose: in the callbacks' `params` on rank 0; elsewhere it is 0.
 
@@ -127,7 +124,6 @@ def callbacks_of_all(
     needs = needs_of_all(callbacks, backend)
     if not needs.anything:
         return None
-    prepare()
     params = {"epochs": epochs, "steps": steps, "verbose": verbose if backend.primary else 0}
     return KerasCallbacks(
         callbacks=callbacks, needs=needs, model=model, backend=backend, params=params, averaged_weights=averaged_weights
@@ -177,7 +173,6 @@ class KerasCallbacks(EvaluationHooks):
         self._list = _callbacks.CallbackList(mine, add_history=True, model=model, **params)
         # Per-step metrics cost an exchange and a wait, so they are computed only if a callback needs them.
         self.needs = needs
-        self._sums = np.zeros(2)
         self._logs: dict[str, Any] = {}
         self._gather = tf.function(lambda mine: backend.run(self._agree, mine), autograph=False)
         model.stop_training = False
@@ -218,23 +213,16 @@ class KerasCallbacks(EvaluationHooks):
     def begin_step(self, step: StepEnd) -> None:
         """Begin a step, and its epoch with the first one."""
         if step.place == 0 or step.first:
-            self._sums = np.zeros(2)
             self._list.on_epoch_begin(step.epoch)
         if self.needs.batches:
             self._list.on_train_batch_begin(step.place)
 
     def end_step(self, step: StepEnd, metrics: Callable[[], Mapping[str, Any]]) -> None:
-        """End a step, with loss and metrics of the epoch so far. Collective.
+        """End a step, with the results of the epoch so far.
 
         `metrics` is a collective: all replicas call this, or none.
         """
-        assert step.result is not None, "the step is done"
-        sums = step.result.totals.numpy()[:2]
-        # A step skipped for an overflow does not count.
-        self._sums += sums if np.isfinite(sums).all() or not has_dynamic_scale(self._model.optimizer) else 0.0
-        # A model's own step counts no loss in the totals: if it returns one, it is among its metrics.
-        loss = {"loss": float(self._sums[0] / self._sums[1])} if self._sums[1] else {}
-        self._list.on_train_batch_end(step.place, {**loss, **metrics()})
+        self._list.on_train_batch_end(step.place, dict(metrics()))
 
     def begin_evaluation(self) -> None:
         """Begin the validation."""

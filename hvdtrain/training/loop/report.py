@@ -12,7 +12,7 @@ from hvdtrain.training.loop.clock import StepClock
 from hvdtrain.training.loop.hooks import StepEnd
 from hvdtrain.training.loop.loss_monitor import LossMonitor
 from hvdtrain.training.loop.result import FitResult
-from hvdtrain.training.objective.metrics import metric_value
+from hvdtrain.training.step.logs import metric_value
 from hvdtrain.training.step.result import CompiledStep, Measured
 
 
@@ -33,27 +33,24 @@ class TrainingReport:
         """Report a measured step."""
         metrics = _figures(measured.metrics)
         so_far = dict(metrics) if measured.so_far is None else _figures(measured.so_far)
-        losses: tuple[float | None, ...] = (loss, self._monitor.loss_so_far)
-        if self._step.returns_logs:
-            losses = (metrics.pop("loss", None), so_far.get("loss"))
+        metrics.pop("loss", None)
         record = StepRecord(
             step=step.number,
             epoch=step.epoch,
-            loss=losses[0],
+            loss=loss if "loss" in so_far else None,
             learning_rate=float(measured.learning_rate),
             samples_per_second=self._clock.samples_per_second(),
             grad_norm=float(measured.grad_norm),
             loss_scale=None if measured.loss_scale is None else float(measured.loss_scale),
             metrics=metrics,
-            so_far={"loss": losses[1], **so_far},
+            so_far=so_far,
         )
         self._observers.on_step(record)
 
     def training_metrics(self) -> dict[str, Any]:
         """Return loss and metrics of the epoch, and begin the next. Collective."""
         self._monitor.end_epoch()
-        metrics = dict(self._step.epoch_metrics())
-        figures = metrics if self._step.returns_logs else {"loss": self._monitor.epoch_loss, **metrics}
+        figures = dict(self._step.epoch_metrics())
         self._epoch_loss = figures.get("loss")
         return figures
 

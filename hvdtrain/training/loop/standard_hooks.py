@@ -78,14 +78,13 @@ class StandardTraining:
             backend,
             epochs=scalars.epoch + plan.epoch_offset + -(-steps_left // data.steps_per_epoch),
             steps=data.steps_per_epoch,
-            prepare=factory.compile_for_callbacks,
             averaged_weights=actions.averaged_weights,
             verbose=verbose,
         )
         self._plan = plan
         self._activity = activity_of_rank()
         begin_best(plan.best, scalars, factory.metric_names(), validated=validation is not None)
-        self._step = factory.train_step(state, rule, data.batch, epoch_metrics=True)
+        self._step = factory.train_step(state, rule, data.batch)
         self._actions = actions
         self._observers = observers
         self._validation = validation

@@ -1,23 +1,21 @@
 """Evaluation and prediction through the stages of a pipeline."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend, Collectives
-from hvdtrain.compat.keras import set_mask
+from hvdtrain.compat.keras import compiled_losses, loss_tracker, set_mask
 from hvdtrain.data.batch import Batch
 from hvdtrain.parallel.pipeline.cut import Cut
 from hvdtrain.parallel.pipeline.exchange import Spec, StageExchange, boundary_specs, check_shapes
 from hvdtrain.parallel.pipeline.stage import PipelineStage, with_masks
-from hvdtrain.training.evaluation.evaluate import Evaluator
+from hvdtrain.training.evaluation.evaluate import Evaluation, EvaluationHooks, KerasEvaluator
 from hvdtrain.training.evaluation.predict import Predictor
-from hvdtrain.training.objective.losses import LossFunction
-from hvdtrain.training.objective.metrics import MetricSet
-from hvdtrain.training.objective.outputs import inputs_for
 from hvdtrain.training.pipelined.losses import MetricsBackend, Regularization
-from hvdtrain.training.step.batches import replica_slice
+from hvdtrain.training.step.batches import inputs_for, replica_slice
 
 
 class StageForward:
@@ -47,6 +45,10 @@ class StageForward:
     def whole(self, outputs: Any) -> Any:
         """All-gather the last stage's outputs along tp and cp; None elsewhere."""
         return None if outputs is None else self._stage.whole_outputs(outputs)
+
+    def symbolic_outputs(self) -> Any:
+        """Return the symbols of the model's outputs."""
+        return self._stage.packed(self._stage.whole.cut.graph.outputs)
 
     def packed(self, tensors: list[Any]) -> Any:
         """Pack tensors into the structure of the model's outputs."""
@@ -98,38 +100,32 @@ def masked(cut: Cut, stage: int, tensors: list[Any]) -> list[Any]:
     return tensors[: len(symbols)]
 
 
-class PipelinedEvaluator(Evaluator):
-    """Evaluates a model split into pipeline stages."""
+class PipelinedEvaluator(KerasEvaluator):
+    """Evaluates a model split into pipeline stages; `backend` sums over them."""
 
     def __init__(
-        self,
-        backend: MetricsBackend,
-        forward: StageForward,
-        regularization: Regularization,
-        loss: LossFunction,
-        metrics: MetricSet,
+        self, backend: MetricsBackend, model: PipelineStage, forward: StageForward, regularization: Regularization
     ) -> None:
-        super().__init__(backend, None, loss, metrics)
+        super().__init__(backend, model)
         self._forward = forward
-        self._regularization = regularization
+        self._penalty = tf.function(
+            lambda: backend.along("pp").all_reduce(regularization.value(), name="evaluation/penalty"), autograph=False
+        )
 
-    def _exchanges(self) -> bool:
-        return True
+    def __call__(self, batches: Iterable[Batch], hooks: EvaluationHooks | None = None) -> Evaluation:
+        """Evaluate on `batches`, and add the penalties of all stages' weights to the loss. Collective."""
+        outcome = super().__call__(batches, hooks)
+        penalty = float(self._penalty())
+        return outcome if outcome.loss is None else replace(outcome, loss=outcome.loss + penalty)
 
-    def _update_replica(self, batch: Batch) -> None:
-        batch = replica_slice(batch, self._backend)
-        outputs = self._forward(batch.inputs, "evaluation")
+    def step_on(self, batch: Batch) -> Any:
+        """Return the results of a batch; outputs are on the last stage alone."""
+        model, outputs = self._model, self._forward(batch.inputs, "evaluation")
         if outputs is None:
-            return
-        summed = self._loss(batch.targets, outputs, batch.sample_weight)
-        share = tf.cast(tf.stack([summed.total, summed.weight]), tf.float64)
-        self._sums.own.assign_add(tf.where(batch.has_samples > 0, share, tf.zeros_like(share)))
-        self._metrics.update(batch.targets, outputs, batch.sample_weight, batch.has_samples)
-
-    def _summed(self, name: str) -> tf.Tensor:
-        total, weight = tf.unstack(self._backend.all_reduce(self._sums.own.read_value(), name=name), num=2)
-        penalty = self._backend.along("pp").all_reduce(self._regularization.value(), name=f"{name}/penalty")
-        return tf.stack([total + weight * penalty, weight])
+            return model.get_metrics_result()
+        loss = compiled_losses(model)(batch.targets, outputs, batch.sample_weight)
+        loss_tracker(model).update_state(loss, sample_weight=tf.shape(tf.nest.flatten(batch.inputs)[0])[0])
+        return model.compute_metrics(batch.inputs, batch.targets, outputs, batch.sample_weight)
 
 
 class PipelinedPredictor(Predictor):

@@ -1,12 +1,13 @@
 """Forward and backward passes of a rank's stages, as scheduled."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend, Collectives
+from hvdtrain.compat.keras import compiled_losses, loss_tracker
 from hvdtrain.data.batch import Batch
 from hvdtrain.gradients.reduction import Gradient
 from hvdtrain.optim.precision import loss_scale_of
@@ -14,21 +15,19 @@ from hvdtrain.parallel.pipeline.exchange import Spec, StageExchange, boundary_sp
 from hvdtrain.parallel.pipeline.schedule import Action, schedule_of
 from hvdtrain.parallel.pipeline.stage import PipelineStage
 from hvdtrain.state.train_state import TrainState
-from hvdtrain.training.objective.losses import LossFunction, LossSum
-from hvdtrain.training.objective.outputs import inputs_for
+from hvdtrain.state.variables import unwrap
 from hvdtrain.training.pipelined import losses
 from hvdtrain.training.pipelined.evaluation import masked, receive_forward, rows_of
-from hvdtrain.training.pipelined.losses import LossShare, Regularization
+from hvdtrain.training.pipelined.losses import LossShare, Regularization, WeightedLoss
 from hvdtrain.training.pipelined.stage_training import ParametersOf, PipelineOptions, StageTraining
 from hvdtrain.training.pipelined.tied import TiedGradients
-from hvdtrain.training.step.batches import Microbatches
+from hvdtrain.training.step.batches import Microbatches, inputs_for, number_of_samples
 from hvdtrain.training.step.finite import poison_of, zero_if_finite
 from hvdtrain.training.step.forward_backward import LocalGradients
+from hvdtrain.training.step.logs import StepLogs
+from hvdtrain.training.step.loss_terms import LossTerms, has_one_divisor
 from hvdtrain.training.step.parameters import Collected
-from hvdtrain.training.step.placeholder import counted
-
-Count = Callable[[Batch, Any], None]
-"""Updates the metrics with a microbatch and its outputs."""
+from hvdtrain.training.step.placeholder import counted, restored_if_empty
 
 
 class PipelinedForwardBackward:
@@ -43,14 +42,14 @@ class PipelinedForwardBackward:
         pipeline: Collectives,
         exchange: StageExchange,
         state: TrainState,
-        loss: LossFunction,
+        logs: StepLogs,
         options: PipelineOptions,
         parameters_of: ParametersOf,
     ) -> None:
         self.stage: PipelineStage = state.model
         self.options = options
         self.exchange = exchange
-        self.loss = loss
+        self.logs = logs
         self.state = state
         self._backend = backend
         self._pipeline = pipeline
@@ -64,11 +63,14 @@ class PipelinedForwardBackward:
         self._regularization = Regularization(self.stage)
         self._tied = TiedGradients(self.stage, backend, state.trainable, exchange.keep)
 
-    def __call__(self, batch: Batch, count: Count) -> LocalGradients:
-        """Run a batch; on the last stage, `count` gets each microbatch's outputs. Collective."""
+    def __call__(self, batch: Batch, *, first: bool = True) -> LocalGradients:
+        """Run a batch, all of its microbatches. Collective."""
+        if not self.stage.is_last:  # where its results are computed, under the same names
+            with self.logs.recording():
+                self.logs.take(self.stage.get_metrics_result(), tf.zeros([], tf.float64))
         parts = Microbatches(batch, self._backend.data_parallel.size, self.options.length)
         number = self._microbatches(parts.count)
-        run = ScheduledRun(self, self._stages, [parts.take(place) for place in range(number)], count)
+        run = ScheduledRun(self, self._stages, [parts.take(place) for place in range(number)])
         ranks, chunks = self.stage.ranks, self.options.chunks
         for action in schedule_of(
             self.options.schedule, rank=self.stage.place, ranks=ranks, microbatches=number, chunks=chunks
@@ -77,6 +79,24 @@ class PipelinedForwardBackward:
         local = self._local(run)
         self.exchange.finish()
         return local
+
+    def report_loss(self, batch: Batch, loss: tf.Tensor) -> None:
+        """Report the loss of a step over all replicas, on the last stage."""
+        if self.stage.is_last:
+            tracker = loss_tracker(self.stage)
+            with restored_if_empty([unwrap(v) for v in tracker.variables], batch.has_samples):
+                tracker.update_state(loss, sample_weight=number_of_samples(batch))
+
+    def terms(self, part: Batch) -> LossTerms:
+        """Return the losses of a microbatch."""
+        return LossTerms(
+            model=self.stage,
+            collectives=self._backend,
+            samples=number_of_samples(part) / self._backend.axes.get("cp", 1),
+            total=tf.cast(part.global_samples, tf.float64),
+            whole=self._backend.size == 1 and self.options.microbatches == 1,
+            exchanges=not has_one_divisor(self.stage),
+        )
 
     def _microbatches(self, count: Any) -> int:
         """Return the number of microbatches; excess ones of a short batch hold placeholders."""
@@ -129,12 +149,11 @@ class ScheduledRun:
     """One step's passes in the graph under construction, serialized on this rank."""
 
     def __init__(
-        self, owner: PipelinedForwardBackward, stages: Mapping[int, StageTraining], parts: Sequence[Batch], count: Count
+        self, owner: PipelinedForwardBackward, stages: Mapping[int, StageTraining], parts: Sequence[Batch]
     ) -> None:
         self._owner = owner
         self._stages = stages
         self._parts = parts
-        self._count = count
         self._tapes: dict[tuple[int, int], _Taped] = {}
         self._ends: list[list[tf.Tensor]] = [[], []]
         self._collected: list[tf.Tensor] = []
@@ -203,25 +222,33 @@ class ScheduledRun:
             return outputs if added is None else [*outputs, added]
         return [*outputs, summed.total]
 
-    def _loss(self, stage: StageTraining, part: Batch, outputs: list[tf.Tensor], added: tf.Tensor | None) -> LossSum:
+    def _loss(
+        self, stage: StageTraining, part: Batch, outputs: list[tf.Tensor], added: tf.Tensor | None
+    ) -> WeightedLoss:
+        """Return the loss of a microbatch by Keras' compiled losses, and count its metrics."""
+        model, logs = self._owner.stage, self._owner.logs
         packed = stage.stage.outputs_of(masked(stage.cut, stage.number, outputs))
-        summed = self._owner.loss(part.targets, packed, part.sample_weight)
+        terms = self._owner.terms(part)
+        with (
+            restored_if_empty(logs.variables(), part.has_samples),
+            terms.corrected(),
+            logs.recording(),
+        ):
+            loss = compiled_losses(model)(part.targets, packed, part.sample_weight)
+            logs.take(model.compute_metrics(part.inputs, part.targets, packed, part.sample_weight), terms.samples)
+        weight = tf.cast(terms.samples if terms.weight is None else terms.weight, loss.dtype)
+        total = loss * weight
         if added is not None:
-            summed = summed._replace(total=summed.total + summed.weight * tf.cast(added, summed.total.dtype))
+            total += weight * tf.cast(added, total.dtype)
+        summed = WeightedLoss(total, weight, tf.cast(terms.total, total.dtype))
         self._add_totals(part, summed)
-        self._count(part, packed)
         return summed
 
-    def _add_totals(self, part: Batch, summed: LossSum) -> None:
+    def _add_totals(self, part: Batch, summed: WeightedLoss) -> None:
         poison = 0.0 if part.finite else zero_if_finite(tf.nest.flatten((part.inputs, part.targets)))
         figures = [tf.cast(each, tf.float64) for each in (summed.total, summed.weight, poison)]
         sums = counted(tf.stack(figures), part.has_samples)
-        expected = tf.cast(self._expected(part, summed), tf.float64)
-        self.totals = tf.concat([self.totals[:3] + sums, expected[None]], 0)
-
-    def _expected(self, part: Batch, summed: LossSum) -> tf.Tensor:
-        """Return the sum of all replicas' weights if every element counts once."""
-        return summed.elements_per_sample * tf.cast(part.global_samples, summed.total.dtype)
+        self.totals = tf.concat([self.totals[:3] + sums, tf.cast(summed.expected, tf.float64)[None]], 0)
 
     def _backward(self, stage: StageTraining, microbatch: int) -> list[tf.Tensor]:
         owner, part = self._owner, self._parts[microbatch]
@@ -266,7 +293,7 @@ class ScheduledRun:
         if taped.summed is not None:
             dtype = taped.summed.total.dtype
             scale = tf.cast(loss_scale_of(self._owner.state.optimizer), dtype)
-            seed = tf.cast(part.has_samples, dtype) / self._expected(part, taped.summed) * scale
+            seed = tf.cast(part.has_samples, dtype) / taped.summed.expected * scale
             share = [LossShare(taped.summed.weight, seed).packed()] if stage.needs_share else []
             return [taped.summed.total], [seed, *share]
         specs = [spec for spec in boundary_specs(stage.cut, taped.known, stage.number) if spec.is_float]
@@ -290,7 +317,7 @@ class _Taped:
     outputs: Sequence[tf.Tensor]
     added: tf.Tensor | None
     """Loss added by the stage's layers."""
-    summed: LossSum | None
+    summed: WeightedLoss | None
     """On the last stage."""
 
 

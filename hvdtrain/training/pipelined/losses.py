@@ -22,6 +22,17 @@ SPEC = Spec((2,), tf.dtypes.float64)
 """Spec of a `LossShare` between two stages."""
 
 
+class WeightedLoss(NamedTuple):
+    """The loss of a microbatch on the last stage; scalars of one dtype."""
+
+    total: tf.Tensor
+    """Loss x weight."""
+    weight: tf.Tensor
+    """Its number of samples, or what the loss was divided by."""
+    expected: tf.Tensor
+    """Number of samples of the step over all replicas."""
+
+
 class LossShare(NamedTuple):
     """Weight of a stage's own loss in a microbatch; float64 scalars."""
 

@@ -90,7 +90,7 @@ class StageTraining:
         known = dict(zip(map(id, self.cut.graph.inputs), inputs, strict=True))
         with (
             names_under(f"stage{self.number}"),
-            restored_if_empty(self._statistics, has_samples),
+            restored_if_empty(self._statistics, has_samples, shared=True),
             samples_of(self.exchanging, has_samples),
         ):
             if self._recompute:

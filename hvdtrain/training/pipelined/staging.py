@@ -18,7 +18,7 @@ from hvdtrain.state.named_tensors import placed_tensor
 from hvdtrain.state.variables import unwrap
 from hvdtrain.training.options import StepOptions
 from hvdtrain.training.pipelined.tied import gather_stages, share_tied_weights
-from hvdtrain.training.step.own.train_step import has_own_step
+from hvdtrain.training.step.batches import has_own_train_step
 
 AXIS = "pp"
 
@@ -82,7 +82,7 @@ def _check_model(model: Any) -> None:
             "pass a "
             "stage at different times on each rank. Use BatchNormalization."
         )
-    if has_own_step(model):
+    if has_own_train_step(model):
         raise ConfigError(
             f"{type(model).__name__} {model.name!r} has a train_step of its own, which calls the whole model: it does "
             f"not go with {opt('parallel')} pp=…."

@@ -3,12 +3,15 @@
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
+from hvdtrain.compat.keras import input_nest
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.data.batch import Batch, slice_bounds, slice_bounds_of_tensor
 from hvdtrain.runtime.guarded import guarded
+from hvdtrain.training.step.patches import traced_anew
 
 
 def replica_slice(batch: Batch, backend: Backend) -> Batch:
@@ -96,3 +99,54 @@ class Microbatches:
     def _part(self, cut: Callable[[tf.Tensor], tf.Tensor]) -> Batch:
         inputs, targets, weights = tf.nest.map_structure(lambda t: None if t is None else cut(t), self._tensors)
         return self._batch._replace(inputs=inputs, targets=targets, sample_weight=weights)
+
+
+def keras_data(batch: Batch) -> Any:
+    """Return a batch in the form of `train_step`."""
+    if batch.targets is None:
+        return batch.inputs
+    fields = (batch.inputs, batch.targets, batch.sample_weight)
+    return fields if batch.sample_weight is not None else fields[:2]
+
+
+def take_train_step(model: Any, batch: Batch) -> Any:
+    """Return the result of the model's `train_step`, which may be a `tf.function`, as may what it calls."""
+    step = getattr(model.train_step, "python_function", model.train_step)
+    with traced_anew():
+        return step(keras_data(batch))
+
+
+def inputs_for(model: Any, inputs: Any) -> Any:
+    """Convert tf.data's tuple of inputs to a list if models expect it."""
+    listed = isinstance(inputs, tuple) and isinstance(input_nest(model), list)
+    return list(inputs) if listed else inputs
+
+
+def number_of_samples(batch: Batch) -> tf.Tensor:
+    """Return the number of a replica's samples in float64; 0 for a placeholder."""
+    first = tf.nest.flatten(batch.inputs)[0]
+    count = tf.shape(first)[0] if first.shape[0] is None else first.shape[0]
+    return tf.cast(count, tf.float64) * tf.cast(batch.has_samples, tf.float64)
+
+
+def has_own_train_step(model: Any) -> bool:
+    """Return whether a model's class has a `train_step` of its own."""
+    return _overrides(model, "train_step")
+
+
+def applies_nothing(model: Any) -> ConfigError:
+    """Return the error of a `train_step` that applies no gradients."""
+    return ConfigError(
+        f"train_step of {type(model).__name__} must apply its gradients with an optimizer that is an attribute of the "
+        "model, such as self.optimizer: gradients are exchanged there, and what is changed otherwise differs from rank "
+        "to rank."
+    )
+
+
+def reads_outputs(model: Any) -> bool:
+    """Return whether a model's class has code of its own that reads the outputs for losses and metrics."""
+    return _overrides(model, "train_step", "test_step", "compute_loss", "compute_metrics")
+
+
+def _overrides(model: Any, *names: str) -> bool:
+    return any(getattr(type(model), name) is not getattr(keras.Model, name) for name in names)

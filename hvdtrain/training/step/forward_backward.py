@@ -1,24 +1,35 @@
-"""Forward and backward pass of a replica."""
+"""A replica's pass through the model's `train_step`, whose gradients it returns."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
+from hvdtrain.compat.keras import loss_tracker
+from hvdtrain.compat.keras_variables import trained_variables
 from hvdtrain.data.batch import Batch
-from hvdtrain.gradients.reduction import Gradient
+from hvdtrain.gradients.reduction import Gradient, scaled
 from hvdtrain.layers.exchanging import exchanging_layers, samples_of
 from hvdtrain.layers.fused_batch_norm import fused_normalization, fusible_layers
 from hvdtrain.layers.sync_batch_norm import replicas_of, sync_layers
-from hvdtrain.optim.precision import loss_scale_of
-from hvdtrain.parallel.outputs import local_outputs
+from hvdtrain.optim.averaging import innermost
+from hvdtrain.parallel.outputs import holds_output_slices, local_outputs
 from hvdtrain.state.train_state import TrainState
-from hvdtrain.training.objective.losses import LossFunction, with_model_losses
-from hvdtrain.training.objective.outputs import inputs_for
+from hvdtrain.state.variables import as_written, unwrap
+from hvdtrain.training.step.batches import (
+    applies_nothing,
+    has_own_train_step,
+    number_of_samples,
+    reads_outputs,
+    take_train_step,
+)
 from hvdtrain.training.step.finite import zero_if_finite
+from hvdtrain.training.step.logs import StepLogs
+from hvdtrain.training.step.loss_terms import Kind, LossTerms, has_one_divisor
 from hvdtrain.training.step.parameters import Parameters, Pass
+from hvdtrain.training.step.patches import active, offset_seeds, replaced, replaced_in_this_thread
 from hvdtrain.training.step.placeholder import counted, restored_if_empty, updated_statistics
 
 
@@ -26,14 +37,14 @@ class LocalGradients(NamedTuple):
     """Result of one replica's backward pass; sums over all replicas give the step."""
 
     gradients: list[Gradient]
-    """Gradients of loss scale x total / expected_weight; for some update rules, shards of global sums."""
+    """Gradients of loss scale x loss x weight / expected_weight; for some update rules, shards of global sums."""
     totals: tf.Tensor
-    """[3]: sum of weighted losses, sum of weights, and zero, or NaN if inputs or targets are not finite.
+    """[3]: loss x weight, weight, and zero, or NaN if inputs or targets are not finite.
 
     Each is summed over the replicas.
     """
     expected_weight: tf.Tensor
-    """Global sum of weights if every element counts once: the same on all replicas."""
+    """Global sum of weights if they are numbers of samples: the same on all replicas."""
     uniform: bool
     """Whether the weights sum to `expected_weight`: then the reduced gradients are already the mean."""
     poison: tf.Tensor | None = None
@@ -41,88 +52,257 @@ class LocalGradients(NamedTuple):
 
 
 class ForwardBackward:
-    """Calls the model (or `forward`) and computes the gradients of `parameters`; `jit` uses XLA."""
+    """Calls the model's `train_step` on this replica's samples, and takes the gradients that it applies.
+
+    Args:
+        logs: records the results of the step.
+        forward: takes the place of the model's call, such as one that recomputes; default: the model's own.
+        jit: compile the pass by XLA.
+        parameters: what is read and differentiated for the trained variables.
+        added: kinds of the losses that layers add, in order.
+        divides: whether the samples of a step are divided, among replicas or into microbatches.
+    """
 
     def __init__(
         self,
         backend: Backend,
         state: TrainState,
-        loss: LossFunction,
+        logs: StepLogs,
         *,
         forward: Callable[..., Any] | None = None,
         jit: bool = False,
         parameters: Parameters | None = None,
+        added: Sequence[Kind] = (),
+        divides: bool = True,
     ) -> None:
         self._backend = backend
         self._state = state
-        self._loss = loss
-        self._forward = forward or state.model
+        self._logs = logs
+        self._forward = forward
         self._synchronized = sync_layers(state.model)
         self._exchanging = exchanging_layers(state.model)
         self._fusible = fusible_layers(state.model)
         self._jit = jit
         self._parameters = parameters or Parameters(state.trainable)
+        self._added = added
+        self._divides = divides
+        self._positions = max(backend.axes.get("cp", 1), 1)
+        self.reports_loss_later = False
+        """Whether the loss is reported by `report_loss` once it is known over all replicas."""
 
     def __call__(
-        self, batch: Batch, *, within: Callable[[], AbstractContextManager[Any]] = nullcontext
-    ) -> tuple[LocalGradients, Any]:
-        """Run a microbatch within `within()`; return sums (zeros for a placeholder) and outputs."""
+        self, batch: Batch, *, first: bool = True, within: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> LocalGradients:
+        """Run a microbatch, the `first` of its step or another, within `within()`; a placeholder gives zeros."""
         if not self._jit:
-            return self._both(batch, within)
-        tensors = batch[:5]
+            return self._both(batch, first, within)
         uniform: list[bool] = []
 
         def compiled(*parts: Any) -> tuple[Any, ...]:
             given = dict(zip(Batch._fields, parts, strict=False))
-            local, outputs = self._both(batch._replace(**given), within)
+            local = self._both(batch._replace(**given), first, within)
             uniform.append(local.uniform)
-            return local.gradients, local.totals, local.expected_weight, outputs
+            return local.gradients, local.totals, local.expected_weight
 
-        gradients, totals, expected_weight, outputs = tf.function(compiled, autograph=False, jit_compile=True)(*tensors)
-        return LocalGradients(gradients, totals, expected_weight, uniform[-1]), outputs
+        gradients, totals, expected = tf.function(compiled, autograph=False, jit_compile=True)(*batch[:5])
+        return LocalGradients(gradients, totals, expected, uniform[-1])
 
-    def _both(self, batch: Batch, within: Callable[[], AbstractContextManager[Any]]) -> tuple[LocalGradients, Any]:
+    def report_loss(self, batch: Batch, loss: tf.Tensor) -> None:
+        """Report the loss of a step over all replicas, if it was not known to a pass."""
+        if self.reports_loss_later:
+            tracker = loss_tracker(self._state.model)
+            with restored_if_empty([unwrap(v) for v in tracker.variables], batch.has_samples):
+                tracker.update_state(loss, sample_weight=number_of_samples(batch))
+
+    def _both(self, batch: Batch, first: bool, within: Callable[[], AbstractContextManager[Any]]) -> LocalGradients:
+        model = self._state.model
         # Synchronized statistics are updated on all replicas, including those without samples.
-        statistics = updated_statistics(self._state.model, but=self._synchronized)
+        statistics = updated_statistics(model, but=self._synchronized)
         # Around both passes: both communicate, and --recompute calls layers in the second.
         with (
-            restored_if_empty(statistics, batch.has_samples),
+            restored_if_empty(statistics, batch.has_samples, shared=True),
+            restored_if_empty(self._logs.variables(), batch.has_samples),
             replicas_of(self._synchronized, self._backend, batch.has_samples),
             samples_of(self._exchanging, batch.has_samples),
             fused_normalization(self._fusible),
+            self._parameters.passes(batch.has_samples) as passes,
         ):
-            return self._sums(batch, within)
+            return self._sums(batch, passes, first=first, within=within)
 
-    def _sums(self, batch: Batch, within: Callable[[], AbstractContextManager[Any]]) -> tuple[LocalGradients, Any]:
-        sources = self._parameters.sources()
-        with self._parameters.passes(batch.has_samples) as passes:
-            return self._sums_of(sources, passes, batch, within)
-
-    def _sums_of(
-        self,
-        sources: list[tf.Variable],
-        passes: Pass,
-        batch: Batch,
-        within: Callable[[], AbstractContextManager[Any]],
-    ) -> tuple[LocalGradients, Any]:
+    def _sums(
+        self, batch: Batch, passes: Pass, *, first: bool, within: Callable[[], AbstractContextManager[Any]]
+    ) -> LocalGradients:
+        model = self._state.model
         poison = tf.constant(0.0) if batch.finite else zero_if_finite(tf.nest.flatten((batch.inputs, batch.targets)))
-        with tf.GradientTape() as tape, within():
-            inputs = inputs_for(self._state.model, batch.inputs)
-            outputs = local_outputs(self._state.model, self._forward, inputs, training=True)
-            part = with_model_losses(self._loss(batch.targets, outputs, batch.sample_weight), self._state.model)
-        dtype = part.total.dtype
-        has_samples = tf.cast(batch.has_samples, dtype)
-        expected_weight = part.elements_per_sample * tf.cast(batch.global_samples, dtype)
-        # The scale is the upstream gradient: as a factor of the loss it would have its own gradients.
-        seed = has_samples / expected_weight * tf.cast(loss_scale_of(self._state.optimizer), dtype)
-        passes.end_forward()
-        gradients, poison_by_gradient = passes.collected(tape.gradient(part.total, sources, output_gradients=seed))
-        totals = counted(tf.stack([part.total, part.weight, tf.cast(poison, dtype)]), batch.has_samples)
-        uniform = part.uniform and not batch.nominal
+        samples = number_of_samples(batch)
+        terms = LossTerms(
+            model=model,
+            collectives=self._backend,
+            samples=samples / self._positions,
+            total=tf.cast(batch.global_samples, tf.float64),
+            whole=not self._divides,
+            exchanges=reads_outputs(model) or not has_one_divisor(model),
+            exchangeable=not self._jit,
+            added=self._added,
+        )
+        taken = _Taken(
+            self._state,
+            terms=terms,
+            passes=passes,
+            sources=self._parameters.sources(),
+            exchanges_backward=bool(self._synchronized or self._exchanging or self._parameters.exchanges_backward),
+        )
+        with (
+            within(),
+            offset_seeds(self._backend.index),
+            terms.corrected(),
+            taken.from_step(),
+            self._logs.recording(),
+            called_as(model, self._forward),
+        ):
+            returned = take_train_step(model, batch)
+        watched = self._logs.take(returned, samples, first=first)
+        loss = tf.add_n([tf.cast(each, tf.float64) for each in watched]) if taken.loss is None else taken.loss
+        self.reports_loss_later = terms.weight is not None
+        gradients, by_gradient = passes.collected(taken.gradients())
+        dtype = tf.float64 if loss.dtype == tf.float64 else tf.float32
+        weight = terms.samples if terms.weight is None else terms.weight
+        parts = (tf.cast(loss, tf.float64) * weight, weight, tf.cast(poison, tf.float64))
         return LocalGradients(
             gradients=gradients,
-            totals=totals,
-            expected_weight=expected_weight,
-            uniform=uniform,
-            poison=poison_by_gradient,
-        ), outputs
+            totals=counted(tf.cast(tf.stack(parts), dtype), batch.has_samples),
+            expected_weight=terms.total,
+            uniform=terms.weight is None and not batch.nominal,
+            poison=by_gradient,
+        )
+
+
+def called_as(model: Any, forward: Callable[..., Any] | None = None) -> AbstractContextManager[None]:
+    """Let calls of `model` inside the context be `forward`, if any, with outputs that stay sharded.
+
+    A model's own code, which would not know, is given whole outputs.
+    """
+    sharded = holds_output_slices(model) and not reads_outputs(model)
+    if forward is None and not sharded:
+        return nullcontext()
+    inner = model.call if forward is None else _without_mask(forward)
+    if not sharded:
+        return replaced(model, "call", inner)
+    return replaced(model, "call", lambda *args, **options: local_outputs(model, inner, *args, **options))
+
+
+def _without_mask(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `forward` as a Functional model's call, which Keras also passes a mask."""
+
+    def call(inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
+        return forward(inputs, training=training)
+
+    return call
+
+
+class _Taken:
+    """The gradients that a step computes and applies, and its loss."""
+
+    def __init__(
+        self,
+        state: TrainState,
+        terms: LossTerms,
+        passes: Pass,
+        sources: Sequence[tf.Variable],
+        *,
+        exchanges_backward: bool,
+    ) -> None:
+        self._model = state.model
+        self._exchanges_backward = exchanges_backward
+        self._is_differentiating = False
+        self._optimizer = state.optimizer
+        self._variables = [id(variable) for variable in state.trainable.values()]
+        self._sources = dict(zip(self._variables, sources, strict=True))
+        self._terms = terms
+        self._passes = passes
+        self._by_variable: dict[int, Gradient] | None = None
+        self._is_weighted = False
+        self.loss: tf.Tensor | None = None
+        """The loss of Keras' own step; None: see the step's results."""
+
+    @contextmanager
+    def from_step(self) -> Iterator[None]:
+        """Take them from a `train_step` that is called inside the context, in this thread."""
+        with ExitStack() as stack:
+            stack.enter_context(replaced_in_this_thread(tf.GradientTape, "gradient", self._differentiating()))
+            stack.enter_context(replaced(self._optimizer, "apply", self._apply))
+            if not has_own_train_step(self._model):
+                tracker = loss_tracker(self._model)
+                stack.enter_context(replaced(tracker, "update_state", self._noting(tracker)))
+            yield
+
+    def gradients(self) -> list[Gradient]:
+        """Return the gradients in the order of the trained variables.
+
+        Raises ConfigError if none were applied.
+        """
+        if self._by_variable is None:
+            raise applies_nothing(self._model)
+        found = [self._by_variable.get(variable) for variable in self._variables]
+        return found if self._is_weighted else [scaled(gradient, self._share()) for gradient in found]
+
+    def _share(self) -> tf.Tensor:
+        """Return the weight of this pass's gradients over the expected one."""
+        weight = self._terms.samples if self._terms.weight is None else self._terms.weight
+        return tf.math.divide_no_nan(weight, self._terms.total)
+
+    def _differentiating(self) -> Callable[..., Any]:
+        original = tf.GradientTape.gradient
+
+        def gradient(
+            tape: Any, target: Any, sources: Any, output_gradients: Any = None, *args: Any, **options: Any
+        ) -> Any:
+            flat = tf.nest.flatten(sources)
+            mine = [self._sources.get(id(unwrap(each))) if hasattr(each, "assign") else None for each in flat]
+            if self._is_differentiating or all(source is None for source in mine):
+                return original(tape, target, sources, output_gradients, *args, **options)
+            self._passes.end_forward()
+            if self._weighs_upstream(target, mine, output_gradients):
+                output_gradients = tf.nest.map_structure(lambda each: tf.cast(self._share(), each.dtype), target)
+                self._is_weighted = True
+            flat = [each if source is None else source for each, source in zip(flat, mine, strict=True)]
+            self._is_differentiating = True  # a layer that recomputes has a tape of its own in the backward pass
+            try:
+                found = original(tape, target, flat, output_gradients, *args, **options)
+            finally:
+                self._is_differentiating = False
+            return tf.nest.pack_sequence_as(sources, found)
+
+        return gradient
+
+    def _weighs_upstream(self, target: Any, sources: Sequence[Any], output_gradients: Any) -> bool:
+        """Return whether the weight of this pass is the upstream gradient of its loss, and no factor of the gradients.
+
+        That costs nothing, where a factor costs a pass over them, but the loss may have fewer bits. It must be where
+        the backward pass adds up gradients of several replicas, which have other weights.
+        """
+        if output_gradients is not None:
+            return False
+        if self._exchanges_backward:
+            return True
+        least = min(each.dtype.size for each in tf.nest.flatten(target))
+        narrow = any(source is not None and source.dtype.size > least for source in sources)
+        return not narrow and not has_own_train_step(self._model)
+
+    @as_written
+    def _apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        variables = (
+            trained_variables(innermost(self._optimizer)) if trainable_variables is None else trainable_variables
+        )
+        pairs = zip(variables, grads, strict=True)
+        self._by_variable = {id(unwrap(variable)): gradient for variable, gradient in pairs}
+
+    def _noting(self, tracker: Any) -> Callable[..., None]:
+        original = active(tracker, "update_state")
+
+        def update_state(loss: Any, sample_weight: Any = None) -> None:
+            self.loss = loss
+            if self._terms.weight is None:
+                original(loss, sample_weight=sample_weight)
+
+        return update_state

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import tensorflow as tf
 
@@ -41,6 +41,9 @@ class Pass:
 
 class Parameters:
     """A model's or stage's full variables, by path; base for sharded parameters."""
+
+    exchanges_backward: ClassVar[bool] = False
+    """Whether gradients of several replicas are added up while they are computed."""
 
     def __init__(self, trainable: Mapping[str, tf.Variable]) -> None:
         self._trainable = trainable

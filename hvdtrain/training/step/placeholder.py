@@ -25,10 +25,14 @@ def counted(tensor: Gradient, has_samples: tf.Tensor | float) -> Gradient:
 
 
 @contextmanager
-def restored_if_empty(variables: Collection[tf.Variable], has_samples: tf.Tensor | float) -> Iterator[None]:
-    """Restore `variables`, updated inside the context, on a replica without samples."""
-    # Replicas of a tf.distribute strategy share them.
-    if _always(has_samples) or tf.distribute.has_strategy():
+def restored_if_empty(
+    variables: Collection[tf.Variable], has_samples: tf.Tensor | float, *, shared: bool = False
+) -> Iterator[None]:
+    """Restore `variables`, updated inside the context, on a replica without samples.
+
+    `shared` says whether the replicas of a tf.distribute strategy share them.
+    """
+    if _always(has_samples) or (shared and tf.distribute.has_strategy()):
         yield
         return
     before = [variable.read_value() for variable in variables]

@@ -36,21 +36,15 @@ class Measured(NamedTuple):
     loss_scale: tf.Tensor | None
     """The dynamic loss scale after this step."""
     metrics: dict[str, Any]
-    """Training metrics by name since the last measured step; or the step's own results, with `returns_logs`."""
+    """Results by name since the last measured step."""
     finite: tf.Tensor
     """Whether all parameters are finite after the update."""
     so_far: dict[str, Any] | None = None
-    """Metrics over the epoch so far; None if `metrics` are."""
+    """Results over the epoch so far; None if `metrics` are."""
 
 
 class CompiledStep(Protocol):
     """A step that the loop calls for each batch."""
-
-    returns_logs: bool
-    """Whether the metrics are everything to report, including a loss, if any, as with a model's own `train_step`.
-
-    Otherwise the loss comes from the totals.
-    """
 
     def __call__(self, batch: Batch, *, measure: bool) -> StepResult:
         """Train on `batch`; `measure` fills `Measured`. Collective."""

@@ -1,36 +1,65 @@
-"""Step factories: the protocol, and the factory of hvdtrain's own step."""
+"""Step factories: the protocol, and the factory of steps by the model's `train_step`."""
 
-from collections.abc import Callable, Hashable, Iterable
+import inspect
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
+import keras
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
-from hvdtrain.config.errors import ConfigError, DataError
+from hvdtrain.compat.keras import build_from, compile_arguments
+from hvdtrain.config.errors import ConfigError, DataError, opt
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.shapes import check_source
 from hvdtrain.data.source import Source
+from hvdtrain.gradients.distributed_optimizer import refuse_exchange_of_microbatches
+from hvdtrain.layers.exchanging import exchanging_layers
 from hvdtrain.layers.recompute import recomputed_model
+from hvdtrain.layers.sync_batch_norm import sync_layers
+from hvdtrain.optim.averaging import innermost
+from hvdtrain.runtime.placement import placement_of
+from hvdtrain.state.optimizers import MAIN, optimizers_of
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.advice import narrow
 from hvdtrain.training.assembly import check_layers, splits_sequences
-from hvdtrain.training.evaluation.evaluate import Evaluation, EvaluationHooks, Evaluator
+from hvdtrain.training.compile_settings import Objective, compile_for_trainer
+from hvdtrain.training.evaluation.evaluate import Evaluation, EvaluationHooks, KerasEvaluator
 from hvdtrain.training.evaluation.predict import Predictor
-from hvdtrain.training.objective.compile_settings import Objective, build_compile_metrics, compile_for_trainer
-from hvdtrain.training.objective.losses import summed_loss
-from hvdtrain.training.objective.metric_specs import MetricSpec
-from hvdtrain.training.objective.metrics import MetricSet
-from hvdtrain.training.objective.outputs import inputs_for
-from hvdtrain.training.objective.position_check import check_positions
 from hvdtrain.training.options import StepOptions
-from hvdtrain.training.step.batches import per_microbatch
+from hvdtrain.training.position_check import check_positions
+from hvdtrain.training.step.added_losses import kinds_of_added_losses
+from hvdtrain.training.step.batches import has_own_train_step, keras_data, per_microbatch, reads_outputs
+from hvdtrain.training.step.forward_backward import ForwardBackward
+from hvdtrain.training.step.logs import StepLogs
+from hvdtrain.training.step.loss_terms import Kind
+from hvdtrain.training.step.metric_check import check_sums
+from hvdtrain.training.step.optimizers import (
+    OptimizerExchange,
+    OptimizersStep,
+    OptimizersUpdate,
+    applies_once,
+    take_step,
+    unapplied,
+)
 from hvdtrain.training.step.result import CompiledStep
 from hvdtrain.training.step.train_step import TrainStep
 from hvdtrain.training.update_rules.base import UpdateRule
-from hvdtrain.training.update_rules.select import check_rule, update_rule_for
+from hvdtrain.training.update_rules.select import DEFAULT, check_rule, chosen_rule, update_rule_for
 
 Evaluate = Callable[[Iterable[Batch], EvaluationHooks | None], Evaluation]
 Predict = Callable[[Iterable[Batch]], Any]
+
+
+class StepEvaluator(Protocol):
+    """Evaluates by the model's `test_step`."""
+
+    added: Sequence[Kind]
+    """Kinds of the losses that layers add, in order."""
+
+    def __call__(self, batches: Iterable[Batch], hooks: EvaluationHooks | None = None) -> Evaluation:
+        """Evaluate on `batches`. Collective."""
 
 
 class StepFactory(Protocol):
@@ -56,10 +85,13 @@ class StepFactory(Protocol):
     def update_rule(self) -> UpdateRule:
         """Return the update rule of the built model, with its optimizer built."""
 
+    def is_settled(self, rule: UpdateRule) -> bool:
+        """Return whether `rule` is still that of the model, of which more may be known since."""
+
     def metric_names(self) -> list[str]:
         """Return the names reported per epoch, including any loss."""
 
-    def train_step(self, state: TrainState, rule: UpdateRule, batch: int, *, epoch_metrics: bool) -> CompiledStep:
+    def train_step(self, state: TrainState, rule: UpdateRule, batch: int) -> CompiledStep:
         """Return the compiled step for global batches of `batch` samples."""
 
     def evaluator(self) -> Evaluate:
@@ -68,118 +100,175 @@ class StepFactory(Protocol):
     def predictor(self) -> Predict:
         """Return the predictor."""
 
-    def compile_for_callbacks(self) -> None:
-        """Set the model's optimizer for callbacks."""
 
+class KerasStepFactory:
+    """Factory of steps by the model's `train_step`, Keras' or its own.
 
-class CompiledStepFactory:
-    """Factory of hvdtrain's own step, with all options."""
+    Args:
+        model: one with its own `compile` is compiled.
+        optimizer: the new `model.optimizer`, or one of the model's optimizers.
+        objective: losses and metrics, as for `Model.compile`.
+
+    Raises:
+        ConfigError: options that exclude one another, or settings that belong to the model's own `compile`.
+    """
 
     def __init__(
         self, backend: Backend, model: Any, optimizer: Any, objective: Objective, options: StepOptions
     ) -> None:
         self._backend = backend
         self._model = model
-        self.optimizer = optimizer
-        self._objective = objective
         self._options = options
+        self._objective = objective
+        if backend.capabilities.needs_builders and has_own_train_step(model):
+            raise ConfigError(
+                f"{type(model).__name__} has a step of its own, which {opt('backend', backend.name)} cannot run: use "
+                f"{opt('backend', 'horovod')}, or {opt('backend', 'single')}."
+            )
         check_layers(model, options)
         check_rule(options, optimizer, backend)
+        if type(model).compile is not keras.Model.compile:
+            _set_optimizer(model, optimizer, objective)
+        else:
+            compile_for_trainer(model, optimizer, objective)
+        for each in optimizers_of(model).values():
+            refuse_exchange_of_microbatches(each, "Trainer")
         self._forward = self._training_forward()
-        self._loss = summed_loss(objective.loss, objective.loss_weights, self._names)
-        self._spec = MetricSpec(objective.metrics, objective.weighted_metrics, objective.loss)
-        self._metrics: MetricSet | None = None
-        self.narrow_outputs = False
+        self._logs = self._new_logs()
         self._rule: UpdateRule | None = None
-        self._evaluator: Evaluate | None = None
-        self._known: dict[tuple[int | None, bool], CompiledStep] = {}
+        self._evaluator = self._new_evaluator()
+        self._added: tuple[Kind, ...] = ()
+        self._several = len(optimizers_of(model)) > 1
+        self._exchange: OptimizerExchange | None = None
+        self._known: dict[int | None, CompiledStep] = {}
         self._composition: Hashable = None
+        self._built = False
+        self.narrow_outputs = False
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer with the reported learning rate."""
+        if self._exchange is not None:
+            return self._exchange.main
+        return self._model.optimizer or next(iter(optimizers_of(self._model).values()))
 
     @property
     def has_variables(self) -> bool:
-        """Whether the model is built."""
-        return bool(self._model.built)
-
-    def _training_forward(self) -> Any:
-        """Return the callable for training, with recomputation if requested."""
-        return recomputed_model(self._model) if self._options.recompute else self._model
-
-    def _names(self) -> Any:
-        return getattr(self._model, "output_names", None)
+        """Whether all variables exist; those of several optimizers are only known after tracing."""
+        return self._built or bool(self._model.built and not self._several)
 
     def check(self, source: Source) -> None:
         """Reject data that do not fit the model or its loss."""
-        self._check_targets(len(source.spec) > 1)
-        check_source(self._model, source, self._objective.loss)
+        present = len(source.spec) > 1
+        self._check_targets(present)
+        if present and not has_own_train_step(self._model):
+            check_source(self._model, source, self._objective.loss)
 
     def _check_targets(self, present: bool) -> None:
-        """Reject data without targets. Raises DataError naming the model."""
-        if not present:
+        """Reject data without targets for a compiled loss. Raises DataError."""
+        if not present and self._objective.loss is not None and not reads_outputs(self._model):
             raise DataError(
                 f"The data must give (inputs, targets) or (inputs, targets, sample_weight): the loss of "
                 f"{type(self._model).__name__} {self._model.name!r} compares outputs with targets. Received: inputs "
-                "alone, which are for a model with a train_step or a compute_loss of its own."
+                "alone."
             )
 
     def build(self, batch: Batch, *, training: bool) -> None:
-        """Build the model from a representative batch, and check loss and metrics."""
-        self._check_targets(batch.targets is not None)
-        with self._backend.scope():
-            outputs = self._outputs_of(inputs_for(self._model, batch.inputs))
-        check_layers(self._model, self._options)  # there may be more of them by now
-        self.narrow_outputs = narrow(outputs)
-        if self._metrics is None:
-            self._metrics = self._resolved_metrics(batch, outputs, self._backend)
+        """Build model, losses and metrics from a representative batch; nothing is computed or counted.
 
-    def _resolved_metrics(self, batch: Batch, outputs: Any, figures: Any) -> MetricSet:
-        """Return metrics for such full outputs, summed over ranks by `figures`.
-
-        Raises ConfigError for a loss or metric across positions, with sharded sequences.
+        Only the trace of a `train_step` of a model's own shows which optimizers it uses, and how.
         """
-        metrics = self._spec.resolve(batch.targets, outputs, figures, self._names)
-        if splits_sequences(self._model):
-            check_positions(
-                self._loss, metrics=metrics, targets=batch.targets, outputs=outputs, ranks=self._backend.axes["cp"]
-            )
-        return metrics
-
-    def _outputs_of(self, inputs: Any) -> Any:
-        """Return the model's outputs; collective if its weights are sharded."""
-        rule = self._rule
-        if rule is None or rule.holds_weights:
-            return self._model(inputs, training=False)
-
-        def call() -> Any:
-            with rule.gathered_weights():
-                return self._backend.run(lambda: self._model(inputs, training=False))
-
-        return tf.function(call, autograph=False)()
+        if self._built:
+            return
+        with self._backend.scope():
+            if not has_own_train_step(self._model):
+                self._build(batch)
+            elif training:
+                self._settle_own_step(batch)
+            else:
+                tf.function(self._model.test_step, autograph=False).get_concrete_function(keras_data(batch))
+                return
+        check_layers(self._model, self._options)  # there may be more of them by now
+        self._check_metrics(batch)
+        self._added = self._evaluator.added = self._kinds_of_added_losses(batch)
+        self._built = True
 
     def update_rule(self) -> UpdateRule:
-        """Return the update rule selected by the options."""
-        self._rule = update_rule_for(self._backend, self._model, self.optimizer, self._options)
+        """Return the update rule selected by the options; of several optimizers, each applies at once."""
+        if self._several:
+            self._rule = OptimizersUpdate(self._backend, self._model, self._exchanging().optimizers)
+        else:
+            self._rule = update_rule_for(self._backend, self._model, self.optimizer, self._options)
         return self._rule
 
-    def metric_names(self) -> list[str]:
-        """Return `loss` and the metrics' names."""
-        return ["loss", *([] if self._metrics is None else (bound.name for bound in self._metrics.bound))]
+    def is_settled(self, rule: UpdateRule) -> bool:
+        """Return whether `rule` fits how the step applies gradients, which the trace of a model's own step shows."""
+        return isinstance(rule, OptimizersUpdate) == self._several
 
-    def train_step(self, state: TrainState, rule: UpdateRule, batch: int, *, epoch_metrics: bool) -> CompiledStep:
+    def metric_names(self) -> list[str]:
+        """Return the names of the step's results."""
+        if self._logs.names or has_own_train_step(self._model):
+            return self._logs.names
+        return list(self._model.get_metrics_result())
+
+    def train_step(self, state: TrainState, rule: UpdateRule, batch: int) -> CompiledStep:
         """Return the compiled step, cached."""
         if not self._model.trainable_variables:
             raise ConfigError(f"{type(self._model).__name__} {self._model.name!r} has no trainable variables.")
         length = self._microbatch_length(batch)
-        key = (length, epoch_metrics)
         if self._composition != state.composition:
             # Made for other variables or slots: layers were frozen or unfrozen since.
             self._known.clear()
             self._composition = state.composition
-        if key not in self._known:
-            assert self._metrics is not None, "build comes first"
-            self._known[key] = self._new_step(
-                state, metrics=self._metrics, rule=rule, microbatch=length, epoch_metrics=epoch_metrics
+        if length not in self._known:
+            self._known[length] = self._new_step(state, rule=rule, microbatch=length)
+        return self._known[length]
+
+    def evaluator(self) -> Evaluate:
+        """Return the evaluator by `test_step`."""
+        return self._evaluator
+
+    def predictor(self) -> Predict:
+        """Return the predictor by `predict_step`."""
+        return Predictor(self._backend, self._model)
+
+    def _kinds_of_added_losses(self, batch: Batch) -> tuple[Kind, ...]:
+        model = self._model
+        if has_own_train_step(model):
+            return kinds_of_added_losses(model, batch, partial(unapplied, model))
+        return kinds_of_added_losses(model, batch, lambda batch: model(batch.inputs, training=True))
+
+    def _check_metrics(self, batch: Batch) -> None:
+        """Reject metrics whose states cannot be added up."""
+        model = self._model
+        if has_own_train_step(model):
+            check_sums(model, lambda: unapplied(model, batch))
+        else:
+            check_sums(model, lambda: model.test_step(keras_data(batch)))
+
+    def _training_forward(self) -> Any:
+        """Return what takes the place of the model's call in training; None: nothing."""
+        return recomputed_model(self._model) if self._options.recompute else None
+
+    def _new_evaluator(self) -> StepEvaluator:
+        return KerasEvaluator(self._backend, self._model, rule=lambda: self._rule)
+
+    def _new_logs(self) -> StepLogs:
+        return StepLogs(self._backend, self._model, "train_step")
+
+    def _build(self, batch: Batch) -> None:
+        """Build a model with Keras' own `train_step`."""
+        self._check_targets(batch.targets is not None)
+        self.narrow_outputs = narrow(build_from(self._model, keras_data(batch)))
+        if splits_sequences(self._model):
+            outputs = self._model(batch.inputs, training=False)
+            check_positions(
+                self._model,
+                replicas=self._backend,
+                targets=batch.targets,
+                outputs=outputs,
+                ranks=self._backend.axes["cp"],
             )
-        return self._known[key]
 
     def _microbatch_length(self, batch: int) -> int | None:
         """Return the samples per microbatch; None without accumulation."""
@@ -187,40 +276,86 @@ class CompiledStepFactory:
         shares = self._backend.data_parallel.size
         return per_microbatch(batch, shares, accumulate, uneven=uneven) if accumulate > 1 else None
 
-    def _new_step(
-        self, state: TrainState, metrics: MetricSet, rule: UpdateRule, microbatch: int | None, epoch_metrics: bool
-    ) -> CompiledStep:
-        return TrainStep(
-            backend=self._backend,
-            state=state,
-            loss=self._loss,
-            metrics=metrics,
-            rule=rule,
+    def _new_step(self, state: TrainState, rule: UpdateRule, microbatch: int | None) -> CompiledStep:
+        if self._several:
+            return OptimizersStep(self._backend, state, self._exchanging(), self._logs, added=self._added)
+        passes = ForwardBackward(
+            self._backend,
+            state,
+            self._logs,
             forward=self._forward,
-            microbatch=microbatch,
-            epoch_metrics=epoch_metrics,
             jit=self._options.jit,
+            parameters=rule.parameters(state.trainable),
+            added=self._added,
+            divides=rule.weights_agree and (self._backend.size > 1 or microbatch is not None),
         )
+        return TrainStep(self._backend, state, passes=passes, logs=self._logs, rule=rule, microbatch=microbatch)
 
-    def evaluator(self) -> Evaluate:
-        """Return the evaluator, cached."""
-        if self._evaluator is None:
-            assert self._metrics is not None, "build comes first"
-            self._evaluator = self._new_evaluator(self._metrics.fresh())
-        return self._evaluator
+    def _settle_own_step(self, batch: Batch) -> None:
+        """Decide by a trace how the gradients of the model's own `train_step` are exchanged."""
+        self._several = not applies_once(self._model, batch, self._logs)
+        if not self._several:
+            self._exchange = None
+            return
+        _refuse_with_several(self._model, self._options)
+        exchange = self._exchanging()
 
-    def _new_evaluator(self, metrics: MetricSet) -> Evaluate:
-        return Evaluator(
-            backend=self._backend, model=self._model, loss=self._loss, metrics=metrics, rule=lambda: self._rule
+        def step(batch: Batch) -> None:
+            self._backend.run(lambda: take_step(self._model, batch, exchange, self._logs, measure=True))
+
+        tf.function(step, autograph=False).get_concrete_function(batch)  # builds the optimizers that it uses
+
+    def _exchanging(self) -> OptimizerExchange:
+        if self._exchange is None:
+            self._exchange = OptimizerExchange(self._backend, self._model, self._options)
+        return self._exchange
+
+
+def _refuse_with_several(model: Any, options: StepOptions) -> None:
+    unfit = {
+        "accumulate": options.accumulate > 1,
+        "jit": options.jit,
+        "recompute": options.recompute,
+        chosen_rule(options): chosen_rule(options) != DEFAULT,
+        f"on_bad_step={options.on_bad_step!r}": options.on_bad_step != "raise",
+        "spike_threshold": options.spike_threshold is not None,
+        # Gradients of the shared statistics would be weighted by the wrong rank's samples.
+        "SyncBatchNormalization": bool(sync_layers(model)),
+        # A placeholder's samples would count in other ranks' gradients.
+        **{f"{type(layer).__name__} along ep": layer.divided for layer in exchanging_layers(model)},
+        # Some gradients are partial on each rank, and the model's step would not sum them.
+        f"the axis cp of {opt('parallel')}": splits_sequences(model),
+        f"the axis tp of {opt('parallel')}": any(
+            "tp" in placed.axes for v in model.variables if (placed := placement_of(v))
+        ),
+    }
+    for name, used in unfit.items():
+        if used:
+            raise ConfigError(
+                f"train_step of {type(model).__name__} applies gradients several times, or reads what it has updated, "
+                f"in which {name} can do nothing: leave it out"
+                + (", or use hvdtrain.GradientAccumulator in a loop of your own." if name == "accumulate" else ".")
+            )
+
+
+def _set_optimizer(model: Any, optimizer: Any, objective: Objective) -> None:
+    """Set the main optimizer of a model with its own `compile`.
+
+    Raises ConfigError if not compiled, or for losses and metrics that only its `compile` accepts.
+    """
+    name = type(model).__name__
+    signature = f"{name}.compile{inspect.signature(type(model).compile)}".replace("(self, ", "(")
+    if not model.compiled:
+        raise ConfigError(
+            f"{name} has a compile() of its own: call it before Trainer(model). Received: a model that is not compiled "
+            f"({signature}, which calls super().compile())."
         )
-
-    def predictor(self) -> Predict:
-        """Return the predictor."""
-        return Predictor(self._backend, self._model)
-
-    def compile_for_callbacks(self) -> None:
-        """Compile the model for callbacks; one compiled with this optimizer keeps its settings."""
-        if getattr(self._model, "optimizer", None) is not self.optimizer:
-            compile_for_trainer(self._model, self.optimizer, self._objective)
-        if self._metrics is not None and self._metrics.sample is not None:
-            build_compile_metrics(self._model, *self._metrics.sample)
+    config = compile_arguments(model)
+    for setting, value in vars(objective).items():
+        if value and value is not config.get(setting):
+            raise ConfigError(
+                f"{name} has a compile() of its own, which takes its losses and metrics: leave out {setting} of "
+                f"Trainer. Received: {setting}={value!r} ({signature})."
+            )
+    if all(innermost(optimizer) is not innermost(each) for each in optimizers_of(model).values()):
+        setattr(model, MAIN, optimizer)

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import tensorflow as tf
 
@@ -14,11 +14,10 @@ from hvdtrain.gradients.gradient_sum import GradientSum
 from hvdtrain.layers.experts import MixtureOfExperts, expert_layers, routing_metrics
 from hvdtrain.optim.precision import has_dynamic_scale, loss_scale_of
 from hvdtrain.state.train_state import TrainState
-from hvdtrain.training.objective.losses import LossFunction
-from hvdtrain.training.objective.metrics import Figure, MetricSet, metric_value
 from hvdtrain.training.step.batches import Microbatches, replica_slice
-from hvdtrain.training.step.forward_backward import ForwardBackward, LocalGradients
+from hvdtrain.training.step.forward_backward import LocalGradients
 from hvdtrain.training.step.guard import VariableSnapshot, untrained_variables
+from hvdtrain.training.step.logs import StepLogs, Value, metric_value
 from hvdtrain.training.step.result import Measured, StepResult
 from hvdtrain.training.update_rules.base import UpdateRule
 
@@ -86,38 +85,40 @@ def kind_of(nest: Any) -> Hashable:
     return type(nest), getattr(nest, "shape", None), getattr(nest, "dtype", None)
 
 
+class Passes(Protocol):
+    """Computes a replica's gradients of a microbatch."""
+
+    def __call__(self, batch: Batch, *, first: bool = True) -> LocalGradients:
+        """Run a microbatch, the `first` of its step or another."""
+
+    def report_loss(self, batch: Batch, loss: tf.Tensor) -> None:
+        """Report the loss of a step over all replicas, if it was not known to a pass."""
+
+
 class TrainStep:
     """The compiled step of one replica.
 
+    Reports what the model's `train_step` returns, as Keras does: its metrics count over an epoch, any other value is
+    that of the last batch.
+
     Args:
-        metrics: reported on logged steps.
-        forward: calls the model in training mode; default: the model itself.
+        passes: computes the gradients of a microbatch.
+        logs: the results of the model's `train_step`.
         microbatch: samples per microbatch; a larger batch is accumulated. None: the whole batch.
-        epoch_metrics: count the metrics in every step, and report them per epoch; else each logged step reports its
-            own.
-        jit: compile forward and backward pass with XLA.
-        passes: replaces the forward and backward passes; calls its second argument with each microbatch and its
-            outputs.
         counts: whether this process sees the outputs; exactly one process of a replica does.
         experts: expert layers with routing metrics; default: the model's.
         figures: sums these metrics; default: the replicas.
     """
 
-    returns_logs = False
-
     def __init__(
         self,
         backend: Backend,
         state: TrainState,
-        loss: LossFunction,
-        metrics: MetricSet,
+        passes: Passes,
+        logs: StepLogs,
         rule: UpdateRule,
         *,
-        forward: Callable[..., Any] | None = None,
         microbatch: int | None = None,
-        epoch_metrics: bool = False,
-        jit: bool = False,
-        passes: Callable[[Batch, Callable[[Batch, Any], None]], LocalGradients] | None = None,
         counts: bool = True,
         experts: Sequence[MixtureOfExperts] | None = None,
         figures: Collectives | None = None,
@@ -125,20 +126,15 @@ class TrainStep:
         self._backend = backend
         self._state = state
         self._passes = passes
-        self._counts = counts
-        self._forward_backward = ForwardBackward(
-            backend, state, loss, forward=forward, jit=jit, parameters=rule.parameters(state.trainable)
-        )
-        self._metrics = metrics
+        self._logs = logs
         self._rule = rule
         self._microbatch = microbatch
+        self._counts = counts
         self._expert_layers = expert_layers(state.model) if experts is None else experts
         self._figures = figures or backend
         self._sum = GradientSum(list(state.trainable.values()), give_back=True)
-        self._epoch = metrics.fresh() if epoch_metrics else None
-        self._reduce_epoch = tf.function(self._reduce_epoch_metrics, autograph=False)
-        self._look_at_epoch = tf.function(self._epoch_so_far, autograph=False)
-        self._sum_of_epoch = tf.function(self._epoch_sums, autograph=False)
+        self._results = self._compiled(lambda: logs.results("metric_so_far"))
+        self._sums = self._compiled(lambda: logs.sums("metric_sums"))
         # Two graphs, with and without measurement: a condition in one graph costs 5 % of a small step.
         self._general = {
             measure: tf.function(partial(self._run, measure=measure), autograph=False, reduce_retracing=True)
@@ -161,6 +157,28 @@ class TrainStep:
             return self._reported(self._general[measure](_with_sizes_as_tensors(batch)))
         return self._reported(graph(*parts))
 
+    def begin_metrics(self, sums: Mapping[str, list[Any]] | None = None) -> None:
+        """Reset the metrics, or restore `sums` on the first replica."""
+        self._logs.restore_sums(sums or {}, counted_here=self._counts and self._backend.index == 0)
+
+    def metric_sums(self) -> dict[str, list[Any]]:
+        """Return the state of each metric over all replicas. Collective."""
+        return {name: [value.numpy().tolist() for value in values] for name, values in self._sums().items()}
+
+    def metrics_so_far(self) -> dict[str, Value]:
+        """Return the results of the epoch so far, over all replicas. Collective."""
+        return {name: metric_value(value) for name, value in self._results().items()}
+
+    def epoch_metrics(self) -> dict[str, Value]:
+        """Return the results of the epoch, over all replicas, and begin the next. Collective."""
+        results = self.metrics_so_far()
+        self._logs.reset()
+        return results
+
+    def _compiled(self, function: Callable[[], Any]) -> Callable[[], Any]:
+        compiled: Callable[[], Any] = tf.function(lambda: self._backend.run(function), autograph=False)
+        return compiled
+
     def _reported(self, result: StepResult) -> StepResult:
         return result._replace(totals=self._rule.reported(result.totals))
 
@@ -182,12 +200,10 @@ class TrainStep:
         batch = replica_slice(batch, self._backend)
         self._state.seed_generators(self._backend.index, self._backend.process)
         rate = tf.convert_to_tensor(self._state.optimizer.learning_rate)
-        if measure and self._epoch is None:
-            self._metrics.reset()
         totals, norm, here = self._updated(batch, measure=measure)
         if not measure:
             return StepResult(totals, None, here)
-        recent, so_far = self._measured_metrics()
+        recent, so_far = self._logs.progress("train_metric")
         recent |= routing_metrics(self._expert_layers, self._figures)
         finite = self._rule.finite_parameters(self._state)
         scale = loss_scale_of(self._state.optimizer) if has_dynamic_scale(self._state.optimizer) else None
@@ -203,52 +219,33 @@ class TrainStep:
         """Train on the batch; a bad step changes no variable of model, optimizer or metrics."""
         guard = self._rule.guard
         if guard is None:
-            return *self._rule.update(self._local_sums(batch, measure=measure), measure=measure), None
-        counted = self._counted(measure=measure)
-        kept = VariableSnapshot([*untrained_variables(self._state.model), *(counted.variables() if counted else ())])
-        local, here = guard.flagged(self._local_sums(batch, measure=measure))
+            totals, norm = self._rule.update(self._local_sums(batch), measure=measure)
+            self._report_loss(batch, totals)
+            return totals, norm, None
+        kept = VariableSnapshot([*untrained_variables(self._state.model), *self._logs.variables()])
+        local, here = guard.flagged(self._local_sums(batch))
         totals, norm = self._rule.update(local, measure=measure)
+        self._report_loss(batch, totals)
         kept.restore_if_bad(totals)
         return totals, norm, here
 
-    def _counted(self, *, measure: bool) -> MetricSet | None:
-        """Return the metrics that a step updates."""
-        return self._epoch or (self._metrics if measure else None)
+    def _report_loss(self, batch: Batch, totals: tf.Tensor) -> None:
+        self._passes.report_loss(batch, tf.math.divide_no_nan(totals[0], totals[1]))
 
-    def _measured_metrics(self) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]]:
-        """Return metrics since the last measured step, and this epoch."""
-        if self._epoch is not None:
-            return self._epoch.progress("train_metric")
-        own = self._metrics.reduced_results("train_metric")
-        return own, dict(own)
-
-    def _local_sums(self, batch: Batch, *, measure: bool) -> LocalGradients:
+    def _local_sums(self, batch: Batch) -> LocalGradients:
         """Run the batch at once, or its microbatches in sequence."""
-        counted = self._counted(measure=measure)
-
-        def count(part: Batch, outputs: Any) -> None:
-            if counted is not None:
-                counted.update(part.targets, outputs, part.sample_weight, part.has_samples)
-
-        def run(part: Batch) -> LocalGradients:
-            local, outputs = self._forward_backward(part)
-            count(part, outputs)
-            return local
-
-        if self._passes is not None:
-            return self._passes(batch, count)
         if self._microbatch is None:
-            return run(batch)
+            return self._passes(batch)
         parts = Microbatches(batch, self._backend.data_parallel.size, self._microbatch)
-        return run(parts.take(0)) if parts.single else self._accumulated(parts, run)
+        return self._passes(parts.take(0)) if parts.single else self._accumulated(parts)
 
-    def _accumulated(self, parts: Microbatches, run: Callable[[Batch], LocalGradients]) -> LocalGradients:
+    def _accumulated(self, parts: Microbatches) -> LocalGradients:
         """Accumulate microbatches: the first fixes the structure, the others run in a `tf.while_loop`."""
-        local = run(parts.take(0))
+        local = self._passes(parts.take(0))
         self._sum.add(local.gradients, first=True)
 
         def body(number: tf.Tensor, totals: tf.Tensor, poison: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-            more = run(parts.take(number))
+            more = self._passes(parts.take(number), first=False)
             self._sum.add(more.gradients, first=False)
             return number + 1, totals + more.totals, poison if more.poison is None else poison + more.poison
 
@@ -258,41 +255,6 @@ class TrainStep:
         return local._replace(
             gradients=self._sum.read(), totals=totals, poison=None if local.poison is None else poison
         )
-
-    def begin_metrics(self, sums: Mapping[str, list[Any]] | None = None) -> None:
-        """Reset the epoch's metrics, or restore `sums` on the first replica."""
-        if self._epoch is not None:
-            self._epoch.restore_sums(sums or {}, counted_here=self._counts and self._backend.index == 0)
-
-    def metric_sums(self) -> dict[str, list[Any]]:
-        """Return each metric's state by name, over all replicas. Collective."""
-        sums = self._sum_of_epoch()
-        return {name: [value.numpy().tolist() for value in values] for name, values in sums.items()}
-
-    def _epoch_sums(self) -> dict[str, list[tf.Tensor]]:
-        epoch = self._epoch
-        return {} if epoch is None else self._backend.run(lambda: epoch.sums_so_far("metric_sums"))
-
-    def metrics_so_far(self) -> dict[str, Figure]:
-        """Return the metrics of the epoch so far. Collective."""
-        return {name: metric_value(value) for name, value in self._look_at_epoch().items()}
-
-    def _epoch_so_far(self) -> dict[str, tf.Tensor]:
-        epoch = self._epoch
-        return {} if epoch is None else self._backend.run(lambda: epoch.results_so_far("metric_so_far"))
-
-    def epoch_metrics(self) -> dict[str, Figure]:
-        """Return the metrics of the epoch, and reset them. Collective."""
-        if self._epoch is None:
-            return {}
-        self._reduce_epoch()
-        results = self._epoch.results()
-        self._epoch.reset_all()
-        return results
-
-    def _reduce_epoch_metrics(self) -> None:
-        if self._epoch is not None:
-            self._backend.run(self._epoch.reduce, "epoch_metric")
 
 
 def _with_sizes_as_tensors(batch: Batch) -> Batch:

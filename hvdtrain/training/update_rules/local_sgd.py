@@ -95,7 +95,7 @@ class LocalUpdate(UpdateRule):
 
     def update(self, local: LocalGradients, *, measure: bool) -> tuple[tf.Tensor, tf.Tensor | None]:
         """Apply this replica's mean gradient; average the weights every `local_steps` steps."""
-        factor = tf.math.divide_no_nan(local.expected_weight, local.totals[1])
+        factor = tf.math.divide_no_nan(tf.cast(local.expected_weight, tf.float64), tf.cast(local.totals[1], tf.float64))
         whole = self._split.summed(local.gradients, self._paths)
         own = [scaled(_unique_rows(gradient), factor) for gradient in whole]
         own = self._split.replicated.agreed(own, self._paths, measure=False)

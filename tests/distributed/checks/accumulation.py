@@ -5,7 +5,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from builders import MODELS, SAMPLES, TOLERANCE, dense_data, dense_model, per_sample
+from builders import CROSS_ENTROPY, MODELS, SAMPLES, TOLERANCE, dense_data, dense_model, per_sample
 from checks.parity import Sabotaged, assert_parity, parity_error
 from world import World, flat_bytes, moved, plain_training, relative_error
 from worlds import worlds
@@ -54,7 +54,7 @@ def large_table(world: World, rows: int, touched: int) -> float:
         layers = [keras.layers.Embedding(rows, 16, dtype="float64"), keras.layers.Flatten(dtype="float64")]
         return keras.Sequential([keras.Input((5,), dtype="int32"), *layers, keras.layers.Dense(3, dtype="float64")])
 
-    trainer = hvdtrain.Trainer(build(world.rank), keras.optimizers.Adam(0.01), per_sample, backend=world.backend)
+    trainer = hvdtrain.Trainer(build(world.rank), keras.optimizers.Adam(0.01), CROSS_ENTROPY, backend=world.backend)
     trainer.fit((x, y), batch=16, epochs=2, shuffle=False, verbose=False, log_every=1)
     assert world.same_everywhere(flat_bytes(trainer.model.get_weights()))
     batches = [(x[i : i + 16], y[i : i + 16]) for i in range(0, SAMPLES, 16)] * 2
@@ -206,7 +206,7 @@ def check_k_microbatches_are_exchanged_once(world: World) -> None:
     for accumulate in (1, 2, 4):
         backend = Counting(world.backend)
         model = dense_model("float32", 0)
-        trainer = hvdtrain.Trainer(model, "sgd", per_sample, backend=backend, accumulate=accumulate)
+        trainer = hvdtrain.Trainer(model, "sgd", CROSS_ENTROPY, backend=backend, accumulate=accumulate)
         trainer.fit((x, y), batch=16, epochs=1, shuffle=False, verbose=False)
         messages = len(model.trainable_variables) + 1  # the sums of loss and weight travel along
         assert int(backend.count) == 5 * messages, f"{int(backend.count)} exchanges in 5 steps"
@@ -218,7 +218,7 @@ def check_batch_norm_sees_microbatches(world: World) -> None:
     x, y = dense_data("float32")
     norm = keras.layers.BatchNormalization(momentum=0.5)
     model = keras.Sequential([keras.Input((6,)), norm, keras.layers.Dense(3)])
-    trainer = hvdtrain.Trainer(model, keras.optimizers.SGD(0.0), per_sample, backend=world.backend, accumulate=2)
+    trainer = hvdtrain.Trainer(model, keras.optimizers.SGD(0.0), CROSS_ENTROPY, backend=world.backend, accumulate=2)
     trainer.fit((x[:16], y[:16]), batch=16, epochs=1, shuffle=False, verbose=False)
     trainer.state.average_statistics(world.backend)
     each = 16 // world.size // 2

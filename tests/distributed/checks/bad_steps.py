@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from builders import EPOCHS, per_sample, trained_alone, wide_data, wide_model
+from builders import CROSS_ENTROPY, EPOCHS, trained_alone, wide_data, wide_model
 from checks.calls import refusal
 from checks.training import CROSSENTROPY, classifier, samples
 from world import World, flat_bytes, relative_error
@@ -72,7 +72,9 @@ def check_a_bad_sample_on_one_rank_is_skipped_by_all(world: World) -> None:
         for data, more in (((with_bad(world, x, np.inf), y), {"on_bad_step": "skip"}), ((without(x), without(y)), {})):
             optimizer = keras.optimizers.AdamW(0.01, use_ema=True, ema_momentum=0.9)
             model = wide_model("float32", world.rank)
-            trainer = hvdtrain.Trainer(model, optimizer, per_sample, ["accuracy"], backend=world.backend, **way, **more)
+            trainer = hvdtrain.Trainer(
+                model, optimizer, CROSS_ENTROPY, ["accuracy"], backend=world.backend, **way, **more
+            )
             result = trainer.fit(data, epochs=1, **FIT)
             trainers.append(trainer)
             assert more == {} or result.bad_steps["non_finite"] == 1, (way, result.bad_steps)
@@ -86,7 +88,7 @@ def check_skipping_is_what_one_process_does_without_the_batch(world: World) -> N
     x, y = wide_data("float64")
     model = wide_model("float64", world.rank)
     optimizer = keras.optimizers.Adam(0.01)
-    trainer = hvdtrain.Trainer(model, optimizer, per_sample, backend=world.backend, on_bad_step="skip")
+    trainer = hvdtrain.Trainer(model, optimizer, CROSS_ENTROPY, backend=world.backend, on_bad_step="skip")
     doubled = np.concatenate([x[: (BAD_STEP - 1) * BATCH], x[:BATCH], x[(BAD_STEP - 1) * BATCH :]])
     labels = np.concatenate([y[: (BAD_STEP - 1) * BATCH], y[:BATCH], y[(BAD_STEP - 1) * BATCH :]])
     result = trainer.fit((with_bad(world, doubled, np.nan), labels), epochs=EPOCHS, **FIT)
@@ -158,13 +160,13 @@ def check_all_ranks_roll_back_to_the_same_checkpoint(world: World) -> None:
     folder = world.folder / "rollback"
     options: dict[str, Any] = {"backend": world.backend, "zero": 1}
     build = [wide_model("float32", world.rank) for _ in range(2)]
-    rolled = hvdtrain.Trainer(build[0], "adam", per_sample, on_bad_step="rollback", **options)
+    rolled = hvdtrain.Trainer(build[0], "adam", CROSS_ENTROPY, on_bad_step="rollback", **options)
     saves = hvdtrain.Checkpoint(folder, every=1)
     data = with_bad(world, x, np.nan), y
     result, said = said_by(world, rolled, data, epochs=1, checkpoint=saves)
     assert result.bad_steps["rollbacks"] == [[2, 2]], said
     assert "rolled back after step 2 to the checkpoint of step 1" in said, said
-    never = hvdtrain.Trainer(build[1], "adam", per_sample, **options)
+    never = hvdtrain.Trainer(build[1], "adam", CROSS_ENTROPY, **options)
     never.fit((without(x), without(y)), epochs=1, **FIT)
     assert_same(world, rolled, never, "rolled back")
 

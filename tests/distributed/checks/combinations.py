@@ -7,9 +7,9 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from builders import per_sample
+from builders import CROSS_ENTROPY, per_sample
 from keras import layers
-from world import World, flat_bytes, grappler, moved, relative_error
+from world import World, computing_in, flat_bytes, grappler, moved, relative_error
 from worlds import worlds
 
 import hvdtrain
@@ -83,7 +83,14 @@ def _reference(size: int, accumulate: int) -> tuple[list[np.ndarray], list[np.nd
 def trained(world: World, name: str, **options: Any) -> list[np.ndarray]:
     with precision(name):
         model = build(world.rank)
-    trainer = hvdtrain.Trainer(model, optimizer(), per_sample, backend=world.backend, sync_batch_norm=True, **options)
+    trainer = hvdtrain.Trainer(
+        model,
+        optimizer(),
+        CROSS_ENTROPY,
+        backend=world.backend,
+        sync_batch_norm=True,
+        **options,
+    )
     trainer.fit(data(), batch=BATCH, epochs=EPOCHS, shuffle=False, verbose=False, log_every=1)
     assert world.same_everywhere(flat_bytes(trainer.model.get_weights())), options
     return trainer.model.get_weights()
@@ -91,6 +98,7 @@ def trained(world: World, name: str, **options: Any) -> list[np.ndarray]:
 
 @worlds("mpirun-2", extended=True)
 @grappler()
+@computing_in("float64")
 def check_synchronized_accumulated_and_recomputed_in_float64(world: World) -> None:
     """Weights and moving statistics are those of one process."""
     for options in IN_64_BITS:
@@ -134,7 +142,7 @@ def augmented(world: World, steps: int) -> np.ndarray:
     keras.utils.set_random_seed(0)
     layer = Augmenting(BATCH // world.size)
     model = keras.Sequential([keras.Input((4, 4, 1)), layer, layers.Flatten(), layers.Dense(3)])
-    trainer = hvdtrain.Trainer(model, optimizer(), per_sample, backend=world.backend, seed=5)
+    trainer = hvdtrain.Trainer(model, optimizer(), CROSS_ENTROPY, backend=world.backend, seed=5)
     images = np.tile(np.linspace(0.4, 0.6, 16, dtype="float32").reshape(4, 4, 1), (BATCH * steps, 1, 1, 1))
     trainer.fit((images, np.zeros(len(images), "int32")), batch=BATCH, shuffle=False, verbose=False)
     assert world.same_everywhere(flat_bytes(model.get_weights()))

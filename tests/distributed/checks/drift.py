@@ -56,7 +56,9 @@ def check_an_optimizer_that_is_no_attribute_is_refused(world: World) -> None:
 
     class Makeshift(Base):
         def update(self, gradients: Any, data: Any) -> None:
-            keras.optimizers.SGD(0.1).apply_gradients(zip(gradients, self.net.trainable_variables, strict=True))
+            keras.optimizers.SGD(0.1, name="makeshift").apply_gradients(
+                zip(gradients, self.net.trainable_variables, strict=True)
+            )
 
     message = refusal(world, OutOfSight())
     assert "train_step of OutOfSight applies gradients with an optimizer that is no attribute" in message, message

@@ -9,7 +9,7 @@ import tensorflow as tf
 from builders import OPTIMIZERS, TOLERANCE, assert_moved, per_sample
 from checks.experts import whole
 from meshes import alone, on_mesh
-from world import World, flat_bytes, moved, plain_training, relative_error
+from world import World, computing_in, flat_bytes, moved, plain_training, relative_error
 from worlds import worlds
 
 import hvdtrain
@@ -71,11 +71,12 @@ def layouts(world: World) -> list[str]:
 def check_divided_tables_train_as_whole_ones(world: World) -> None:
     # Four ranks add up what two have, and the stricter precision shows that.
     for dtype, optimizer in (("float64", "adam"), ("float32", "sgd"))[: 1 if world.size == 4 else 2]:
-        model, expected = undivided(dtype), world.reference(trained_alone, dtype, optimizer)
+        with computing_in(dtype):
+            model, expected = undivided(dtype), world.reference(trained_alone, dtype, optimizer)
         model.set_weights(expected)
         for axes in layouts(world):
             for sharding in SHARDINGS if dtype == "float64" else SHARDINGS[1:2]:
-                with on_mesh(world, axes) as mesh:
+                with on_mesh(world, axes) as mesh, computing_in(dtype):
                     trainer = trained(mesh, sharded(dtype, sharding), OPTIMIZERS[optimizer](), *data(), per_sample)
                     weights = whole(trainer.model, mesh)
                     error = relative_error(weights, expected)

@@ -9,7 +9,7 @@ from unittest import mock
 import keras
 import numpy as np
 import tensorflow as tf
-from builders import per_sample
+from builders import CROSS_ENTROPY, per_sample
 from checks.long_pipelines import slice_of
 from meshes import alone, on_mesh
 from world import World, moved, relative_error
@@ -117,7 +117,7 @@ class Reference:
 
 def trained(mesh: World, samples: int, of_model: dict[str, Any], *, epochs: int = EPOCHS, **options: Any) -> Any:
     options = {"clip_norm": BOUND, "pipeline_stages": ("norm2",), **options}
-    trainer = hvdtrain.Trainer(model_of(**of_model), optimizer_of(), per_sample, backend=mesh.backend, **options)
+    trainer = hvdtrain.Trainer(model_of(**of_model), optimizer_of(), CROSS_ENTROPY, backend=mesh.backend, **options)
     trainer.fit(data(samples), batch=BATCH, epochs=epochs, shuffle=False, verbose=False, log_every=1)
     return trainer
 
@@ -137,7 +137,7 @@ def check_experts_of_stages_train_as_one_process_does(world: World) -> None:
         trainer.save(folder)
         world.gather(b"")
     with on_mesh(world, "dp=2,ep=2") as mesh:
-        other = hvdtrain.Trainer(model_of(**BALANCED), optimizer_of(), per_sample, backend=mesh.backend)
+        other = hvdtrain.Trainer(model_of(**BALANCED), optimizer_of(), CROSS_ENTROPY, backend=mesh.backend)
         other.restore(folder)
         error = reference.error_of(mesh, other)
         assert error <= 1e-9, f"{error:.2e}"

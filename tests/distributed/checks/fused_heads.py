@@ -6,9 +6,9 @@ from typing import Any
 
 import keras
 import numpy as np
-from checks.tensor_parallel import LOSS, Deaf, computing_in, per_sample
+from checks.tensor_parallel import LOSS, Deaf, per_sample
 from meshes import on_mesh
-from world import World, flat_bytes, moved, plain_training, relative_error
+from world import World, computing_in, flat_bytes, moved, plain_training, relative_error
 from worlds import worlds
 
 import hvdtrain
@@ -142,6 +142,7 @@ def plain() -> tuple[GPT, keras.optimizers.Optimizer, list[np.ndarray]]:
 
 
 @worlds("mpirun-2", "gloo-4", extended=True)
+@computing_in("float64")
 def check_a_model_with_fused_heads_trains_as_in_one_process(world: World) -> None:
     """And is saved whole, whatever the layout: parameters and slots."""
     x = tokens_and_next()[0]

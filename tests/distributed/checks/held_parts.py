@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 from checks.hybrids import FIT, LOSS, data, split
 from meshes import on_mesh
-from world import World
+from world import World, computing_in
 from worlds import worlds
 
 import hvdtrain
@@ -34,6 +34,7 @@ class Drift(keras.callbacks.Callback):
 
 
 @worlds("mpirun-2", "gloo-4", extended=True)
+@computing_in("float64")
 def check_a_part_that_drifts_is_named(world: World) -> None:
     """Slices are compared among those that hold the same ones, and what is whole among all."""
     cases = {2: [("tp=2", "norm/gamma", 0), ("tp=2", "up/kernel", None)], 4: [("dp=2,ep=2", "experts/kernel_in", 1)]}
@@ -129,6 +130,7 @@ class StopsOneRank(keras.callbacks.Callback):
 
 
 @worlds("mpirun-2", extended=True)
+@computing_in("float64")
 def check_a_callback_of_any_rank_stops_all(world: World) -> None:
     """Also one of a rank that shares its samples with another, which would wait for it."""
     with on_mesh(world, "tp=2") as mesh:

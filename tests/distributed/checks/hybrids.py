@@ -12,9 +12,9 @@ import numpy as np
 import tensorflow as tf
 from checks.experts import BATCH, EPOCHS, SAMPLES, whole
 from checks.precision import POISON
-from checks.tensor_parallel import computing_in, per_sample
+from checks.tensor_parallel import per_sample
 from meshes import alone, on_mesh
-from world import World, flat_bytes, moved, plain_step, relative_error
+from world import World, computing_in, flat_bytes, moved, plain_step, relative_error
 from worlds import worlds
 
 import hvdtrain

@@ -2,7 +2,7 @@
 
 import keras
 import numpy as np
-from builders import dense_data, per_sample
+from builders import CROSS_ENTROPY, dense_data
 from checks.parity import assert_parity
 from world import World, flat_bytes, moved
 from worlds import worlds
@@ -33,7 +33,7 @@ def trained(world: World, precision: str, *, jit: bool) -> list[np.ndarray]:
             ]
         ),
         keras.optimizers.SGD(0.1),
-        per_sample,
+        CROSS_ENTROPY,
         backend=world.backend,
         precision=precision,
         jit=jit,
@@ -66,7 +66,7 @@ def check_what_overflows_is_skipped_by_all(world: World) -> None:
     trainer = hvdtrain.Trainer(
         lambda: keras.Sequential([keras.Input((6,)), *layers]),
         keras.optimizers.SGD(0.1),
-        per_sample,
+        CROSS_ENTROPY,
         backend=world.backend,
         precision="mixed_float16",
         jit=True,

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from world import World, flat_bytes, moved, relative_error
+from world import World, computing_in, flat_bytes, moved, relative_error
 from worlds import worlds
 
 import hvdtrain
@@ -31,6 +31,7 @@ def sgd() -> Any:
     return keras.optimizers.SGD(0.0625, momentum=0.9)
 
 
+@computing_in("float64")
 def compare(
     world: World,
     build: Callable[[], keras.Model],
@@ -49,22 +50,17 @@ def compare(
     reference = build()
     reference(tf.nest.map_structure(lambda array: array[:1], inputs))
     start = reference.get_weights()
-    before = keras.config.floatx()
-    keras.config.set_floatx("float64")
-    try:
-        reference.compile(optimizer(), loss, jit_compile=False, **compile_options)
-        reference.fit(
-            inputs,
-            targets,
-            sample_weight=weights[0] if weights else None,
-            class_weight=class_weight,
-            batch_size=BATCH,
-            epochs=EPOCHS,
-            shuffle=False,
-            verbose=0,
-        )
-    finally:
-        keras.config.set_floatx(before)
+    reference.compile(optimizer(), loss, jit_compile=False, **compile_options)
+    reference.fit(
+        inputs,
+        targets,
+        sample_weight=weights[0] if weights else None,
+        class_weight=class_weight,
+        batch_size=BATCH,
+        epochs=EPOCHS,
+        shuffle=False,
+        verbose=0,
+    )
     expected = reference.get_weights()
     assert moved(expected, start) >= 1e-2
     for pieces in accumulate:

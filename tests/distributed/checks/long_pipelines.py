@@ -6,7 +6,7 @@ from unittest import mock
 import keras
 import numpy as np
 import tensorflow as tf
-from builders import OPTIMIZERS, per_sample
+from builders import CROSS_ENTROPY, OPTIMIZERS, per_sample
 from checks import tensor_parallel as tensors
 from checks.pipelines import TOLERANCE, assert_parity, batches, data, error_of, model_of, trained
 from meshes import on_mesh
@@ -35,7 +35,7 @@ def check_four_stages_and_replicas_of_two_train_as_one_process_does(world: World
         world.gather(b"")
     with on_mesh(world, "dp=-1") as mesh:
         restored = hvdtrain.Trainer(
-            model_of("float64", tied=True), OPTIMIZERS["sgd"](), per_sample, backend=mesh.backend
+            model_of("float64", tied=True), OPTIMIZERS["sgd"](), CROSS_ENTROPY, backend=mesh.backend
         )
         restored.fit(data(), batch=16, epochs=1, verbose=False)
         restored.restore(folder)
@@ -134,7 +134,7 @@ def check_a_pipeline_without_samples_adds_nothing(world: World) -> None:
     x, y = (array[:17] for array in data())
     with on_mesh(world, "pp=2") as mesh:
         model, plain = model_of("float64"), model_of("float64")
-        trainer = hvdtrain.Trainer(model, OPTIMIZERS["sgd"](), per_sample, backend=mesh.backend, accumulate=2)
+        trainer = hvdtrain.Trainer(model, OPTIMIZERS["sgd"](), CROSS_ENTROPY, backend=mesh.backend, accumulate=2)
         trainer.fit((x, y), batch=16, epochs=2, shuffle=False, verbose=False, log_every=1)
         expected = plain_training(plain, OPTIMIZERS["sgd"](), per_sample, [(x[:16], y[:16]), (x[16:], y[16:])] * 2)
         error = error_of(mesh, trainer, expected, plain)

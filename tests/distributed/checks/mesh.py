@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from builders import OPTIMIZERS, assert_moved, batches_of, dense_data, per_sample
+from builders import CROSS_ENTROPY, OPTIMIZERS, assert_moved, batches_of, dense_data, per_sample
 from meshes import on_mesh
 from world import World, flat_bytes, plain_training, relative_error
 from worlds import worlds
@@ -77,7 +77,7 @@ def whole_model(dtype: str) -> keras.Model:
 
 def trained(mesh: World, dtype: str, optimizer: Any, *, drop: str = "", **options: Any) -> hvdtrain.Trainer:
     model = SplitMLP(mesh.backend.along("tp"), dtype, drop=drop)
-    trainer = hvdtrain.Trainer(model, optimizer, per_sample, backend=mesh.backend, **options)
+    trainer = hvdtrain.Trainer(model, optimizer, CROSS_ENTROPY, backend=mesh.backend, **options)
     fit = {"batch": 16, "epochs": 4, "shuffle": False, "verbose": False, "log_every": 1 if options else 10}
     trainer.fit(dense_data(dtype), **fit)
     return trainer
@@ -169,7 +169,7 @@ def check_slices_are_saved_and_restored_in_any_layout(world: World) -> None:
                 with on_mesh(world, other) as again:
                     model = SplitMLP(again.backend.along("tp"), "float64")
                     model.build(None)
-                    resumed = hvdtrain.Trainer(model, keras.optimizers.Adam(0.01), per_sample, backend=again.backend)
+                    resumed = hvdtrain.Trainer(model, keras.optimizers.Adam(0.01), CROSS_ENTROPY, backend=again.backend)
                     resumed.fit(dense_data("float64"), batch=16, epochs=1, verbose=False)
                     resumed.restore(folder)
                     found = gathered(resumed)

@@ -4,38 +4,28 @@ Python's own draws, and any mathematics over the batch that does not decompose i
 or written out in the reference; see `generative_models.py` and `ContrastiveBySlices`.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+from checks import context_parallel, experts
 from generative_models import CLASSES, FEATURES, GAN, LATENT, VAE, WGAN, ConditionalGAN, CycleGAN, DiffusionModel, net
+from meshes import on_mesh
 from representation_models import BYOL, Contrastive, ContrastiveBySlices, Distiller, Siamese, Weighted
-from world import World, flat_bytes, moved, relative_error
+from world import World, computing_in, flat_bytes, moved, relative_error
 from worlds import worlds
 
 import hvdtrain
 
 RNG = np.random.default_rng(5)
 SAMPLES, BATCH, EPOCHS = 69, 16, 4  # the last of five batches has 5 samples: 2 and 3 on two ranks
+LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True, dtype="float64")
 X = RNG.standard_normal((SAMPLES, FEATURES))
 OTHERS = RNG.standard_normal((SAMPLES, FEATURES)) ** 2
 LABELS = (X[:, 0] > 0).astype("int64")
 WEIGHTS = RNG.random(SAMPLES) + 0.5
-
-
-@contextmanager
-def in_float64() -> Iterator[None]:
-    before = keras.config.floatx(), keras.config.dtype_policy()
-    keras.config.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")
-    try:
-        yield
-    finally:
-        keras.config.set_floatx(before[0])
-        keras.config.set_dtype_policy(before[1])
 
 
 def adam() -> Any:
@@ -60,7 +50,7 @@ def compare(
     figures: bool = True,
 ) -> Any:
     """Train by `Model.fit` in this process and by the trainer on all ranks; weights and histories must agree."""
-    with in_float64():
+    with computing_in("float64"):
         keras.utils.set_random_seed(0)
         one = (reference or build)()
         arrays = not isinstance(data, tf.data.Dataset)
@@ -276,10 +266,82 @@ def check_a_custom_loop_with_two_networks(world: World) -> None:
         return [np.array(w) for w in critic.get_weights() + generator.get_weights()]
 
     mine = slice(world.rank, None, world.size)
-    with in_float64():
+    with computing_in("float64"):
         expected = trained(tf.GradientTape, lambda optimizer: optimizer, slice(None))
         by_tape = trained(hvdtrain.DistributedGradientTape, lambda optimizer: optimizer, mine)
         by_optimizer = trained(tf.GradientTape, hvdtrain.DistributedOptimizer, mine)
     for weights in (by_tape, by_optimizer):
         assert world.same_everywhere(flat_bytes(weights))
         assert relative_error(weights, expected) <= 1e-9, relative_error(weights, expected)
+
+
+class ByCompiledLoss(keras.Model):
+    """Applies gradients once, of the loss that was compiled."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            outputs = self(x, training=True)
+            loss = self.loss_of(x, y, outputs)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {"loss": loss}
+
+    def loss_of(self, x: Any, y: Any, outputs: Any) -> Any:
+        return self.compute_loss(x=x, y=y, y_pred=outputs)
+
+
+class ByHand(ByCompiledLoss):
+    """Applies gradients once, of a loss that nothing of Keras computes."""
+
+    def loss_of(self, x: Any, y: Any, outputs: Any) -> Any:
+        own = tf.nn.sparse_softmax_cross_entropy_with_logits(tf.cast(y, tf.int32), outputs)
+        return tf.add_n([tf.reduce_mean(own), *self.losses])
+
+
+@worlds("mpirun-2", extended=True)
+@computing_in("float64")
+def check_steps_that_apply_once_train_on_every_axis_as_keras_own(world: World) -> None:
+    """With options and axes; the last batch is uneven."""
+    x, y = context_parallel.tokens()
+
+    def weights(build: Callable[[], keras.Model], kind: Any, axes: str, data: Any, **options: Any) -> list[np.ndarray]:
+        def model() -> keras.Model:
+            inner = build()
+            return kind(inner.inputs, inner.outputs[0])
+
+        with on_mesh(world, axes) as mesh:
+            rules = {r"(up|logits)/kernel": (None, "tp"), r"down/kernel": ("tp", None)} if axes == "tp=2" else None
+            built = hvdtrain.parallelize(model, rules) if axes in ("tp=2", "cp=2") else model()
+            trainer = hvdtrain.Trainer(built, keras.optimizers.SGD(0.1), LOSS, backend=mesh.backend, **options)
+            trainer.fit(data, batch=16, epochs=2, shuffle=False, verbose=0)
+            return [np.array(each) for each in trainer.model.get_weights()]
+
+    def decoder() -> keras.Model:
+        keras.utils.set_random_seed(7)
+        tokens = keras.Input((context_parallel.LENGTH,), dtype="int32")
+        embedded = keras.layers.Embedding(context_parallel.WORDS, 8)(tokens)
+        attended = keras.layers.MultiHeadAttention(2, 4)(embedded, embedded, use_causal_mask=True)
+        hidden = keras.layers.Dense(16, "tanh", name="up", kernel_regularizer="l2")(attended)
+        hidden = keras.layers.Dense(8, name="down")(hidden)
+        return keras.Model(tokens, keras.layers.Dense(6, name="logits")(hidden))
+
+    def normalized() -> keras.Model:
+        keras.utils.set_random_seed(7)
+        layers = [keras.layers.Dense(8, "tanh"), hvdtrain.SyncBatchNormalization(), keras.layers.Dense(2)]
+        return keras.Sequential([keras.Input((FEATURES,)), *layers])
+
+    sequences, features = (x[:37], y[:37] % 6), (X, LABELS)
+    for build, axes, data, options in (
+        (decoder, "tp=2", sequences, {}),
+        (decoder, "cp=2", sequences, {}),
+        (decoder, "dp=-1", sequences, {"zero": 3}),
+        (decoder, "dp=-1", sequences, {"accumulate": 2}),
+        (decoder, "dp=-1", sequences, {"local_steps": 2}),
+        (normalized, "dp=-1", features, {}),
+        (lambda: experts.model_of("float64"), "ep=2", experts.data("float64"), {}),
+    ):
+        expected = weights(build, keras.Model, axes, data, **options)
+        for kind in (ByCompiledLoss, ByHand):
+            error = relative_error(weights(build, kind, axes, data, **options), expected)
+            assert error <= 1e-9, f"{kind.__name__} {axes} {options}: {error:.2e}"

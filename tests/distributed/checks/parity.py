@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 from builders import (
     BATCH,
+    CROSS_ENTROPY,
     EPOCHS,
     MODELS,
     OPTIMIZERS,
@@ -27,7 +28,7 @@ from hvdtrain.config.errors import DesyncError
 def train(
     world: World, model: keras.Model, optimizer: Any, data: tuple[np.ndarray, ...], backend: Any = None, **options: Any
 ) -> Any:
-    trainer = hvdtrain.Trainer(model, optimizer, per_sample, backend=backend or world.backend, **options)
+    trainer = hvdtrain.Trainer(model, optimizer, CROSS_ENTROPY, backend=backend or world.backend, **options)
     # Measuring each step saves a graph, and half a second.
     trainer.fit(data, batch=BATCH, epochs=EPOCHS, shuffle=False, verbose=False, log_every=1 if options else 10)
     return trainer
@@ -170,7 +171,7 @@ def check_sample_weights_and_masks(world: World) -> None:
     for reduction in ("sum_over_batch_size", "mean_with_sample_weight"):
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
         trainer = hvdtrain.Trainer(build(world.rank), keras.optimizers.SGD(0.5), loss, backend=world.backend)
-        trainer.fit((x, y, w), batch=BATCH, epochs=EPOCHS, shuffle=False, verbose=False)
+        trainer.fit((x, y, w[:, None]), batch=BATCH, epochs=EPOCHS, shuffle=False, verbose=False)
         reference = build(0)
         start = [np.array(v) for v in reference.get_weights()]
         weighted = lambda targets, outputs: loss(targets[0], outputs, sample_weight=targets[1])  # noqa: B023, E731

@@ -9,9 +9,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from builders import BATCH, EPOCHS, OPTIMIZERS, SAMPLES, TOLERANCE, assert_moved, per_sample
+from builders import BATCH, CROSS_ENTROPY, EPOCHS, OPTIMIZERS, SAMPLES, TOLERANCE, assert_moved, per_sample
 from meshes import on_mesh
-from world import World, plain_training, relative_error
+from world import World, computing_in, plain_training, relative_error
 from worlds import worlds
 
 import hvdtrain
@@ -68,7 +68,7 @@ def batches() -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def trained(
-    mesh: World, model: Any, optimizer: Any, loss: Any = per_sample, *, epochs: int = EPOCHS, **options: Any
+    mesh: World, model: Any, optimizer: Any, loss: Any = CROSS_ENTROPY, *, epochs: int = EPOCHS, **options: Any
 ) -> Any:
     options = {"accumulate": 4, **options}
     trainer = hvdtrain.Trainer(model, optimizer, loss, ["accuracy"], backend=mesh.backend, **options)
@@ -107,6 +107,7 @@ def assert_parity(mesh: World, dtype: str, optimizer: str, *, tied: bool = False
     return trainer
 
 
+@computing_in("float64")
 def check_stages_train_as_one_process_does(world: World) -> None:
     with on_mesh(world, "pp=2") as mesh:
         assert_parity(mesh, "float64", "adam")
@@ -135,7 +136,7 @@ def check_figures_are_those_of_one_process(world: World) -> None:
     from hvdtrain.backends.single import SingleBackend
 
     x, y = data()
-    weights = np.linspace(0.5, 1.5, SAMPLES).astype("float32")
+    weights = np.linspace(0.5, 1.5, SAMPLES).astype("float32")[:, np.newaxis]
     runs = []
     with on_mesh(world, "pp=2") as mesh:
         for backend in (mesh.backend, SingleBackend(None)):
@@ -201,7 +202,7 @@ def check_training_goes_wrong_without_one_of_the_messages(world: World) -> None:
 def check_a_bad_step_is_skipped_by_all_stages(world: World) -> None:
     """The last stage alone sees a loss that is not finite, and the first one alone a gradient that is not."""
     x, y = data()
-    weights = np.ones(SAMPLES)
+    weights = np.ones((SAMPLES, 1))
     weights[20] = np.inf  # in the second batch
     with on_mesh(world, "pp=2") as mesh:
         model = model_of("float64")
@@ -254,6 +255,7 @@ def averages_of(optimizer: Any, model: Any) -> dict[str, np.ndarray]:
 
 
 @worlds("mpirun-2", extended=True)
+@computing_in("float64")
 def check_loss_scale_and_averages_are_those_of_one_process(world: World) -> None:
     """The first stage alone sees a gradient that overflows: both skip the step, halve the scale and keep averages."""
     rng = np.random.default_rng(8)
@@ -269,7 +271,12 @@ def check_loss_scale_and_averages_are_those_of_one_process(world: World) -> None
 
     def trainer_on(mesh: World, epochs: int, **options: Any) -> Any:
         trainer = hvdtrain.Trainer(
-            overflowing_model, scaled_averaging_optimizer(), per_sample, backend=mesh.backend, accumulate=2, **options
+            overflowing_model,
+            scaled_averaging_optimizer(),
+            CROSS_ENTROPY,
+            backend=mesh.backend,
+            accumulate=2,
+            **options,
         )
         trainer.fit((x, y), batch=BATCH, epochs=epochs, shuffle=False, verbose=False)
         return trainer
@@ -297,6 +304,7 @@ def check_loss_scale_and_averages_are_those_of_one_process(world: World) -> None
 
 
 @worlds("mpirun-2", extended=True)
+@computing_in("float64")
 def check_a_built_model_goes_on_in_another_trainer_and_is_used_by_nobody_else(world: World) -> None:
     """Its layers are trained on either rank, first in front of one cut, then in front of another."""
     x, _ = data()
@@ -326,7 +334,7 @@ def check_stages_are_saved_and_restored_in_any_layout(world: World) -> None:
         with on_mesh(world, axes) as mesh:
             model = model_of("float64", tied=True)
             other = hvdtrain.Trainer(
-                model, OPTIMIZERS["adam"](), per_sample, ["accuracy"], backend=mesh.backend, accumulate=2, **options
+                model, OPTIMIZERS["adam"](), CROSS_ENTROPY, ["accuracy"], backend=mesh.backend, accumulate=2, **options
             )
             other.fit((x, y), batch=BATCH, epochs=1, verbose=False)
             other.restore(folder)

@@ -5,7 +5,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from builders import per_sample
+from builders import CROSS_ENTROPY, per_sample
 from world import World, flat_bytes, moved, relative_error
 from worlds import worlds
 
@@ -39,7 +39,7 @@ def check_a_placeholder_that_overflows_counts_for_nothing(world: World) -> None:
     x[-1, 0] = 1.0
     model, reference = spreading(), spreading()
     start = reference.get_weights()
-    trainer = hvdtrain.Trainer(model, keras.optimizers.SGD(0.5), per_sample, backend=world.backend, accumulate=2)
+    trainer = hvdtrain.Trainer(model, keras.optimizers.SGD(0.5), CROSS_ENTROPY, backend=world.backend, accumulate=2)
     trainer.fit((x, y), batch=8 * world.size, shuffle=False, verbose=False)
     assert world.same_everywhere(flat_bytes(model.get_weights()))
     with tf.GradientTape() as tape:
@@ -107,7 +107,7 @@ def check_synchronized_statistics_move_on_every_rank(world: World) -> None:
     norm = hvdtrain.SyncBatchNormalization(momentum=0.5)
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((5,)), norm, keras.layers.Dense(3)])
-    trainer = hvdtrain.Trainer(model, keras.optimizers.SGD(0.0), per_sample, backend=world.backend)
+    trainer = hvdtrain.Trainer(model, keras.optimizers.SGD(0.0), CROSS_ENTROPY, backend=world.backend)
     trainer.fit((x, y), batch=4 * world.size, shuffle=False, verbose=False)
     expected = 0.25 * x[:-1].mean(0) + 0.5 * x[-1]
     np.testing.assert_allclose(norm.moving_mean, expected, rtol=1e-5, atol=1e-6)

@@ -5,7 +5,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from builders import per_sample
+from builders import CROSS_ENTROPY, per_sample
 from world import World, flat_bytes, moved, relative_error
 from worlds import worlds
 
@@ -31,7 +31,7 @@ def trained(world: World, name: str, x: np.ndarray, epochs: int, **options: Any)
     trainer = hvdtrain.Trainer(
         lambda: build(world.rank),
         keras.optimizers.SGD(0.2),
-        per_sample,
+        CROSS_ENTROPY,
         backend=world.backend,
         precision=name,
         **options,
@@ -91,7 +91,7 @@ def check_an_overflow_in_an_earlier_microbatch_skips_the_whole_group(world: Worl
         trainer = hvdtrain.Trainer(
             lambda: deep(world.rank),
             keras.optimizers.SGD(0.2, momentum=0.9),
-            per_sample,
+            CROSS_ENTROPY,
             backend=world.backend,
             precision="mixed_float16",
             accumulate=2,

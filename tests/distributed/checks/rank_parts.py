@@ -7,8 +7,8 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from builders import dense_data, dense_model, per_sample
-from world import World, flat_bytes, moved, plain_training, relative_error
+from builders import CROSS_ENTROPY, dense_data, dense_model, per_sample
+from world import World, computing_in, flat_bytes, moved, plain_training, relative_error
 from worlds import worlds
 
 import hvdtrain
@@ -64,10 +64,11 @@ def steps_of(held: Sequence[Arrays], epochs: int) -> list[Arrays]:
 
 def trainer_of(world: World, dtype: str = "float64", **options: Any) -> hvdtrain.Trainer:
     return hvdtrain.Trainer(
-        dense_model(dtype, world.rank), keras.optimizers.SGD(0.1), per_sample, backend=world.backend, **options
+        dense_model(dtype, world.rank), keras.optimizers.SGD(0.1), CROSS_ENTROPY, backend=world.backend, **options
     )
 
 
+@computing_in("float64")
 def check_parts_of_any_length_train_as_one_process_does(world: World) -> None:
     held = parts(world)
     mine = held[world.rank]

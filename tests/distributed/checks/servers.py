@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from builders import BATCH, EPOCHS, MODELS, OPTIMIZERS, TOLERANCE, per_sample, trained_alone
+from builders import BATCH, CROSS_ENTROPY, EPOCHS, MODELS, OPTIMIZERS, TOLERANCE, trained_alone
 from checks.training import CROSSENTROPY, samples
 from world import World, flat_bytes, relative_error
 from worlds import worlds
@@ -43,7 +43,7 @@ def classifier(*middle: Any) -> keras.Model:
 def trained(backend: Any, kind: str, optimizer: str, dtype: str) -> hvdtrain.Trainer:
     build, data = MODELS[kind]
     keras.utils.clear_session()  # the same names in every model
-    trainer = hvdtrain.Trainer(lambda: build(dtype, seed=0), OPTIMIZERS[optimizer], per_sample, backend=backend)
+    trainer = hvdtrain.Trainer(lambda: build(dtype, seed=0), OPTIMIZERS[optimizer], CROSS_ENTROPY, backend=backend)
     trainer.fit(data(dtype), batch=BATCH, epochs=EPOCHS, shuffle=False, verbose=False)
     return trainer
 
@@ -63,7 +63,7 @@ def check_embedding_adam_float64(world: World) -> None:
 def check_variables_lie_on_all_servers(world: World) -> None:
     assert dict(world.backend.roles) == {"chief": 1, "worker": 1, "parameter server": 2}
     build, _ = MODELS["dense"]
-    trainer = hvdtrain.Trainer(lambda: build("float32", seed=0), "adam", per_sample, backend=world.backend)
+    trainer = hvdtrain.Trainer(lambda: build("float32", seed=0), "adam", CROSS_ENTROPY, backend=world.backend)
     places = {variable.value.device.partition("/replica")[0] for variable in trainer.model.weights}
     tasks = {variable.value.device.partition("/task:")[2][0] for variable in trainer.model.weights}
     assert (places, tasks) == ({"/job:ps"}, {"0", "1"})
@@ -111,7 +111,7 @@ def check_checkpoints_are_those_of_one_process(world: World) -> None:
         build, data = MODELS["dense"]
         keras.utils.clear_session()
         model = lambda build=build: build("float32", seed=1)  # noqa: E731
-        again = hvdtrain.Trainer(model, OPTIMIZERS["adam"], per_sample, backend=to)
+        again = hvdtrain.Trainer(model, OPTIMIZERS["adam"], CROSS_ENTROPY, backend=to)
         again.predict(data("float32")[0][:1])
         _ = again.state
         again.restore(files.find())

@@ -6,9 +6,8 @@ import tensorflow as tf
 from checks.alike import BATCH, FIT, SAMPLES, built, data, split
 from checks.experts import whole
 from checks.hybrids import LOSS
-from checks.tensor_parallel import computing_in
 from meshes import alone, on_mesh
-from world import World, moved, relative_error
+from world import World, computing_in, moved, relative_error
 from worlds import worlds
 
 import hvdtrain

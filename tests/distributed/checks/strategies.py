@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from builders import BATCH, EPOCHS, MODELS, OPTIMIZERS, TOLERANCE, per_sample, trained_alone
+from builders import BATCH, CROSS_ENTROPY, EPOCHS, MODELS, OPTIMIZERS, TOLERANCE, trained_alone
 from checks.training import CROSSENTROPY, samples
 from world import World, flat_bytes, relative_error
 from worlds import worlds
@@ -61,7 +61,7 @@ def backends_of(world: World) -> list[StrategyBackend]:
 def trained(backend: Any, kind: str, optimizer: str, dtype: str, seed: int = 0, **options: Any) -> hvdtrain.Trainer:
     build, data = MODELS[kind]
     model = lambda: build(dtype, seed=seed)  # noqa: E731
-    trainer = hvdtrain.Trainer(model, OPTIMIZERS[optimizer], per_sample, backend=backend, **options)
+    trainer = hvdtrain.Trainer(model, OPTIMIZERS[optimizer], CROSS_ENTROPY, backend=backend, **options)
     trainer.fit(data(dtype), batch=BATCH, epochs=EPOCHS, shuffle=False, verbose=False)
     return trainer
 

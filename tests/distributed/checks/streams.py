@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from builders import SAMPLES, dense_data, dense_model, per_sample
+from builders import CROSS_ENTROPY, SAMPLES, dense_data, dense_model
 from world import World, flat_bytes, moved, relative_error
 from worlds import worlds
 
@@ -49,7 +49,7 @@ def check_batches_made_in_python(world: World) -> None:
     trained = {}
     for name, (data, options) in forms.items():
         trainer = hvdtrain.Trainer(
-            dense_model("float64", world.rank), keras.optimizers.SGD(0.1), per_sample, backend=world.backend
+            dense_model("float64", world.rank), keras.optimizers.SGD(0.1), CROSS_ENTROPY, backend=world.backend
         )
         trainer.fit(data, epochs=2, shuffle=False, verbose=False, **options)
         loss = trainer.evaluate(data if "batch" not in options else (x, y), batch=BATCH).loss
@@ -67,7 +67,9 @@ def check_data_that_differ_by_rank_are_refused(world: World) -> None:
     x, y = dense_data("float64")
     slices = x[world.rank :: world.size], y[world.rank :: world.size]
     ends = SAMPLES - BATCH * world.rank
-    trainer = hvdtrain.Trainer(dense_model("float64", 0), keras.optimizers.SGD(0.1), per_sample, backend=world.backend)
+    trainer = hvdtrain.Trainer(
+        dense_model("float64", 0), keras.optimizers.SGD(0.1), CROSS_ENTROPY, backend=world.backend
+    )
     cases = {
         "slices": (slices, None),
         "lengths": ((x[:ends], y[:ends]), None),
@@ -108,7 +110,7 @@ def check_a_dataset_is_mapped_by_the_rank_that_trains_on_it(world: World) -> Non
     weights = []
     for data, options in ((listed.map(decode).batch(BATCH), {}), ((x[order], y[order]), {"batch": BATCH})):
         trainer = hvdtrain.Trainer(
-            dense_model("float64", world.rank), keras.optimizers.SGD(0.1), per_sample, backend=world.backend
+            dense_model("float64", world.rank), keras.optimizers.SGD(0.1), CROSS_ENTROPY, backend=world.backend
         )
         trainer.fit(data, epochs=2, shuffle=False, verbose=False, **options)
         assert world.same_everywhere(flat_bytes(trainer.model.get_weights()))

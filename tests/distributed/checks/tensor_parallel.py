@@ -1,8 +1,6 @@
 """Models whose layers are split along tp train as one process does: ours, and some as users of Keras write them."""
 
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -10,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 from builders import TOLERANCE, assert_moved, per_sample
 from meshes import on_mesh
-from world import World, flat_bytes, plain_training, relative_error
+from world import World, computing_in, flat_bytes, plain_training, relative_error
 from worlds import worlds
 
 import hvdtrain
@@ -173,20 +171,7 @@ CASES = {
     ),
 }
 RATES = {"vision": 0.03, "mlp": 0.05}
-LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-
-
-@contextmanager
-def computing_in(dtype: str) -> Iterator[None]:
-    """Let layers be of this dtype."""
-    before = keras.config.floatx(), keras.config.dtype_policy()
-    keras.config.set_floatx(dtype)
-    keras.config.set_dtype_policy(dtype)
-    try:
-        yield
-    finally:
-        keras.config.set_floatx(before[0])
-        keras.config.set_dtype_policy(before[1])
+LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True, dtype="float64")
 
 
 def built(name: str, dtype: str, seed: int = 11) -> Any:

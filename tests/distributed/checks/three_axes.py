@@ -12,9 +12,8 @@ from checks import context_pairs as sequences
 from checks import hybrids
 from checks.context_parallel import FIT, LOSS, WORDS, batches_of, gpt, sgd, tokens, values
 from checks.long_pipelines import slice_of
-from checks.tensor_parallel import computing_in
 from meshes import alone, on_mesh
-from world import World, flat_bytes, plain_training, relative_error
+from world import World, computing_in, flat_bytes, plain_training, relative_error
 from worlds import worlds
 
 import hvdtrain

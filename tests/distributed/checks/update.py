@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from builders import batches_of, dense_data, dense_model, per_sample
+from builders import CROSS_ENTROPY, batches_of, dense_data, dense_model, per_sample
 from checks.parity import assert_parity, train
 from world import Transform, World, flat_bytes, moved, plain_training, relative_error
 from worlds import worlds
@@ -85,7 +85,7 @@ def check_adasum_follows_its_formula(world: World) -> None:
         trainer = hvdtrain.Trainer(
             model,
             keras.optimizers.SGD(1.0),
-            per_sample,
+            CROSS_ENTROPY,
             backend=world.backend,
             reduce_op="adasum",
             accumulate=accumulate,

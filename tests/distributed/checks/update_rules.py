@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 from builders import (
     BATCH,
+    CROSS_ENTROPY,
     EPOCHS,
     MODELS,
     OPTIMIZERS,
@@ -37,7 +38,7 @@ def trained(world: World, kind: str, optimizer: Any, dtype: str, **options: Any)
     model = build(dtype, world.rank)
     sharded = [v for v in model.trainable_variables if v.value.dtype.size * int(np.prod(v.shape)) > SMALL_BYTES]
     assert len(sharded) == {"wide": 2, "table": 1}[kind]
-    trainer = hvdtrain.Trainer(model, optimizer, per_sample, backend=world.backend, **options)
+    trainer = hvdtrain.Trainer(model, optimizer, CROSS_ENTROPY, backend=world.backend, **options)
     trainer.fit(data(dtype), batch=BATCH, epochs=EPOCHS, shuffle=False, verbose=False)
     assert world.same_everywhere(flat_bytes(trainer.model.get_weights())), "the ranks' weights differ"
     return trainer
@@ -109,7 +110,7 @@ def check_slots_go_on_from_a_checkpoint_sharded_or_not(world: World) -> None:
 
     def trainer_of(seed: int, **options: Any) -> Any:
         rule = keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.75)
-        return hvdtrain.Trainer(wide_model("float64", seed), rule, per_sample, backend=world.backend, **options)
+        return hvdtrain.Trainer(wide_model("float64", seed), rule, CROSS_ENTROPY, backend=world.backend, **options)
 
     fit = {"batch": BATCH, "shuffle": False, "verbose": False}
     data = wide_data("float64")
@@ -144,7 +145,7 @@ def check_exclusions_by_variable_hold_for_slices(world: World) -> None:
         return make(model, optimizer)
 
     def ours(model: Any, optimizer: Any) -> Any:
-        trainer = hvdtrain.Trainer(model, optimizer, per_sample, backend=world.backend, zero=1)
+        trainer = hvdtrain.Trainer(model, optimizer, CROSS_ENTROPY, backend=world.backend, zero=1)
         trainer.fit(wide_data("float64"), batch=BATCH, epochs=EPOCHS, shuffle=False, verbose=False)
         return trainer.model.get_weights()
 
@@ -232,7 +233,7 @@ def check_local_steps_follow_their_definition(world: World) -> None:
         momentum = lambda: keras.optimizers.SGD(0.1, momentum=0.9)  # noqa: E731
         model = wide_model("float64", world.rank)
         trainer = hvdtrain.Trainer(
-            model, momentum(), per_sample, backend=world.backend, local_steps=3, average_slots=average_slots
+            model, momentum(), CROSS_ENTROPY, backend=world.backend, local_steps=3, average_slots=average_slots
         )
         x, y = wide_data("float64")
         trainer.fit((x, y), batch=BATCH, epochs=EPOCHS, shuffle=False, verbose=False, validation_data=(x, y))
@@ -255,7 +256,7 @@ def check_local_steps_exchange_nothing_between_averages(world: World) -> None:
             return world.backend.all_reduce(tensor, name=name, **options)
 
     trainer = hvdtrain.Trainer(
-        wide_model("float32", world.rank), keras.optimizers.SGD(0.1), per_sample, backend=Noted(), local_steps=4
+        wide_model("float32", world.rank), keras.optimizers.SGD(0.1), CROSS_ENTROPY, backend=Noted(), local_steps=4
     )
     history = trainer.fit(wide_data("float32"), batch=BATCH, epochs=2, shuffle=False, verbose=False, log_every=100)
     assert calls, "nothing was averaged"
@@ -267,7 +268,7 @@ def check_local_steps_exchange_nothing_between_averages(world: World) -> None:
 @worlds("mpirun-2", extended=True)
 def check_layers_that_are_frozen_later_are_refused(world: World) -> None:
     model = wide_model("float32", 0)
-    trainer = hvdtrain.Trainer(model, "adam", per_sample, backend=world.backend, zero=1)
+    trainer = hvdtrain.Trainer(model, "adam", CROSS_ENTROPY, backend=world.backend, zero=1)
     trainer.fit(wide_data("float32"), batch=BATCH, verbose=False)
     model.layers[0].trainable = False
     try:

@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 from builders import (
     BATCH,
+    CROSS_ENTROPY,
     EPOCHS,
     OPTIMIZERS,
     TOLERANCE,
@@ -91,7 +92,7 @@ def check_shared_weights_and_attention_train_like_one_process(world: World) -> N
     expected = world.reference(tied_alone)
     for options in ({"zero": 3, "accumulate": 2}, {"zero": 3, "zero_prefetch": 1}):
         model = tied_model("float64", world.rank)
-        trainer = hvdtrain.Trainer(model, keras.optimizers.Adam(0.01), per_sample, backend=world.backend, **options)
+        trainer = hvdtrain.Trainer(model, keras.optimizers.Adam(0.01), CROSS_ENTROPY, backend=world.backend, **options)
         trainer.fit(tied_data(), batch=BATCH, epochs=EPOCHS, shuffle=False, verbose=False)
         assert world.same_everywhere(flat_bytes(model.get_weights()))
         error = relative_error(model.get_weights(), expected)
@@ -132,7 +133,7 @@ def check_callbacks_see_and_set_whole_weights(world: World) -> None:
         looking = Looking()
         best = keras.callbacks.EarlyStopping(monitor="val_loss", patience=9, restore_best_weights=True)
         trainer = hvdtrain.Trainer(
-            wide_model("float64", 0), keras.optimizers.SGD(0.1), per_sample, backend=world.backend, zero=stage
+            wide_model("float64", 0), keras.optimizers.SGD(0.1), CROSS_ENTROPY, backend=world.backend, zero=stage
         )
         data = wide_data("float64")
         trainer.fit(
@@ -149,7 +150,7 @@ def check_a_frozen_model_is_evaluated_and_not_trained(world: World) -> None:
     data = wide_data("float64")
     for stage in (1, 3):
         trainer = hvdtrain.Trainer(
-            wide_model("float64", 0), keras.optimizers.SGD(0.1), per_sample, backend=world.backend, zero=stage
+            wide_model("float64", 0), keras.optimizers.SGD(0.1), CROSS_ENTROPY, backend=world.backend, zero=stage
         )
         trainer.fit(data, batch=BATCH, epochs=1, verbose=False)
         before = trainer.evaluate(data, batch=BATCH)["loss"]
@@ -169,7 +170,9 @@ def check_a_checkpoint_goes_on_in_any_stage(world: World) -> None:
 
     def trainer_of(seed: int, stage: int) -> Any:
         optimizer = keras.optimizers.Adam(0.01)
-        return hvdtrain.Trainer(wide_model("float64", seed), optimizer, per_sample, backend=world.backend, zero=stage)
+        return hvdtrain.Trainer(
+            wide_model("float64", seed), optimizer, CROSS_ENTROPY, backend=world.backend, zero=stage
+        )
 
     whole = trainer_of(0, 0)
     whole.fit(data, epochs=4, **fit)
@@ -188,7 +191,7 @@ def check_a_checkpoint_goes_on_in_any_stage(world: World) -> None:
 @worlds("mpirun-2", extended=True)
 def check_each_rank_saves_its_slices_of_the_parameters(world: World) -> None:
     trainer = hvdtrain.Trainer(
-        wide_model("float32", world.rank), keras.optimizers.SGD(0.1), per_sample, backend=world.backend, zero=3
+        wide_model("float32", world.rank), keras.optimizers.SGD(0.1), CROSS_ENTROPY, backend=world.backend, zero=3
     )
     trainer.fit(wide_data("float32"), batch=BATCH, epochs=1, verbose=False, checkpoint=world.folder / "parameters")
     trainer.rule.prepare_to_save()
@@ -284,7 +287,7 @@ def check_what_stage_3_cannot_gather_is_refused(world: World) -> None:
         (copied, "layers/0/kernel, read within tf.vectorized_map"),
         (own, "for layers/0/kernel, as from a tf.custom_gradient function"),
     ):
-        trainer = hvdtrain.Trainer(model, "sgd", per_sample, backend=world.backend, zero=3)
+        trainer = hvdtrain.Trainer(model, "sgd", CROSS_ENTROPY, backend=world.backend, zero=3)
         try:
             trainer.fit(wide_data("float32"), batch=BATCH, verbose=False)
         except ConfigError as error:
@@ -309,7 +312,7 @@ def check_a_model_that_a_function_builds_is_slices_from_the_start(world: World) 
     fit = {"validation_data": data, "validation_batch": BATCH, "batch": BATCH, "shuffle": False, "verbose": False}
 
     def trainer_of(model: Any, stage: int) -> Any:
-        return hvdtrain.Trainer(model, keras.optimizers.Adam(0.01), per_sample, backend=world.backend, zero=stage)
+        return hvdtrain.Trainer(model, keras.optimizers.Adam(0.01), CROSS_ENTROPY, backend=world.backend, zero=stage)
 
     def in_slices(trainer: Any) -> bool:
         return sum(memory_of(layer.kernel) for layer in trainer.model.layers[:2]) == 0

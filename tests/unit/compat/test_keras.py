@@ -290,6 +290,98 @@ def calls_another_function():
     assert float(metric(tf.zeros([1]), tf.ones([1]))) == 1.0
 
 
+def compiled(metrics):
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    model.compile("sgd", "mse", metrics=metrics)
+    return model
+
+
+@CONTRACTS.of(compat.drop_compile_metrics, compat.compiled_metrics, compat.build_from, compat.build_objective)
+def has_the_metrics_of_its_compile():
+    model = compiled(["mae", "mse"])
+    assert compat.build_from(model, (tf.ones([4, 3]), tf.ones([4, 2]))).shape == (4, 2)
+    assert [metric.name for metric in compat.compiled_metrics(model)] == ["mae", "mse"]
+    assert all(float(metric.total) == 0.0 for metric in compat.compiled_metrics(model)), "nothing was counted"
+    compat.drop_compile_metrics(model)
+    assert compat.compiled_metrics(model) == []
+
+
+@CONTRACTS.of(compat.flatten_results)
+def gives_what_evaluate_returns():
+    model = compiled(["mae"])
+    model.evaluate(tf.ones([4, 3]), tf.ones([4, 2]), verbose=0)
+    assert compat.flatten_results(model, {"mae": 2.0, "loss": 1.0, "z": 3.0}) == [1.0, 2.0, 3.0]
+    assert compat.flatten_results(model, {"loss": 1.0}) == 1.0
+
+
+@CONTRACTS.of(compat.module_of_losses)
+def forms_losses_in_one_place():
+    module = compat.module_of_losses()
+    original, seen = module.reduce_weighted_values, []
+
+    def noted(*args, **options):
+        seen.append(args)
+        return original(*args, **options)
+
+    module.reduce_weighted_values = noted
+    try:
+        keras.losses.MeanSquaredError()(tf.zeros([3, 2]), tf.ones([3, 2]), sample_weight=tf.ones([3]))
+    finally:
+        module.reduce_weighted_values = original
+    assert len(seen) == 1
+    assert {name for name in vars(module) if name.endswith("scale_loss_for_distribution")} == {
+        "scale_loss_for_distribution",
+        "unscale_loss_for_distribution",
+    }
+
+
+@CONTRACTS.of(compat.divisor_of)
+def divides_as_keras():
+    values, weights = tf.constant([[1.0, 2.0], [3.0, 4.0]]), tf.constant([[1.0, 0.0], [0.5, 2.0]])
+    mask = tf.constant([[True, True], [True, False]])
+    module = compat.module_of_losses()
+    for reduction, masks in (("mean_with_sample_weight", (None, mask)), ("sum_over_batch_size", (mask,))):
+        for each in masks:
+            value = module.reduce_weighted_values(values, weights, each, reduction)
+            kept = tf.ones_like(values) if each is None else tf.cast(each, tf.float32)
+            total = tf.reduce_sum(values * weights * kept)
+            np.testing.assert_allclose(value * compat.divisor_of(weights, each, reduction, tf.float32), total, 1e-6)
+    assert compat.divisor_of(weights, None, "sum_over_batch_size", tf.float32) is None
+
+
+@CONTRACTS.of(compat.function_of_loss, compat.loss_of_function)
+def knows_the_function_of_a_loss():
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, axis=1)
+    function, arguments = compat.function_of_loss(loss)
+    assert function is keras.losses.sparse_categorical_crossentropy
+    assert (arguments["from_logits"], arguments["axis"]) == (True, 1)
+    assert isinstance(loss, compat.loss_of_function())
+    assert compat.function_of_loss(compat.loss_of_function()(keras.losses.mean_squared_error))[0] is (
+        keras.losses.mean_squared_error
+    )
+
+
+@CONTRACTS.of(
+    compat.loss_tracker,
+    compat.compiled_losses,
+    compat.trackers_of_outputs,
+    compat.losses_by_output,
+    compat.compute_loss,
+)
+def has_the_losses_of_its_compile():
+    inputs = keras.Input((2,))
+    model = keras.Model(inputs, {name: keras.layers.Dense(1, name=name)(inputs) for name in "ab"})
+    model.compile("sgd", {"a": "mse", "b": "mae"})
+    x, y = tf.ones([3, 2]), {name: tf.zeros([3, 1]) for name in "ab"}
+    compat.build_from(model, (x, y))
+    assert [type(each.fn).__name__ for each in compat.losses_by_output(model)] == ["function", "function"]
+    assert [tracker.name for tracker in compat.trackers_of_outputs(model)] == ["a_loss", "b_loss"]
+    outputs = model(x)
+    loss = compat.compute_loss(model, x=x, y=y, y_pred=outputs, sample_weight=None, training=True)
+    np.testing.assert_allclose(loss, compat.compiled_losses(model)(y, outputs), 1e-6)
+    assert compat.loss_tracker(model).name == "loss"
+
+
 @CONTRACTS.of(compat.is_default_hook)
 def marks_its_own_hooks():
     class Own(keras.callbacks.Callback):

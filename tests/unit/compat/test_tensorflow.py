@@ -74,6 +74,24 @@ def copies_an_op():
     assert int(body(trace)()) == 7
 
 
+@CONTRACTS.of(compat.copied_function)
+def copies_a_function_without_its_graphs():
+    traces = []
+
+    class Thing:
+        @tf.function(autograph=True)
+        def positive(self, x):
+            traces.append(self)
+            if x > 0:
+                return x
+            return -x
+
+    thing = Thing()
+    copy = compat.copied_function(thing.positive)
+    assert float(thing.positive(tf.constant(-2.0))) == float(copy(tf.constant(-2.0))) == 2.0
+    assert traces == [thing, thing]
+
+
 @CONTRACTS.of(compat.unique_id)
 def tells_variables_apart():
     ids = {compat.unique_id(tf.Variable(1.0, name="same")) for _ in range(2)}

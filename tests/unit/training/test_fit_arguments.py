@@ -187,8 +187,8 @@ def test_evaluate_gives_what_keras_users_read(capsys):
     assert capsys.readouterr().out == ""
     outcome = trainer.evaluate(X, Y, sample_weight=WEIGHTS)
     assert len(outcome) == 2
-    assert (outcome["loss"], outcome["accuracy"]) == (float(outcome), accuracy) == pytest.approx((loss, accuracy))
-    assert dict(outcome) == trainer.evaluate(X, Y, sample_weight=WEIGHTS, return_dict=True, verbose=0)
+    assert (outcome["loss"], outcome["accuracy"]) == (outcome[0], accuracy) == pytest.approx((loss, accuracy))
+    assert outcome.as_dict() == trainer.evaluate(X, Y, sample_weight=WEIGHTS, return_dict=True, verbose=0)
     assert capsys.readouterr().out == f"evaluation  loss {loss:.4f}  accuracy {accuracy:.4f}\n"
 
 

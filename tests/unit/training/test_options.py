@@ -25,7 +25,6 @@ from hvdtrain.optim.precision import (
 )
 from hvdtrain.training.advice import advice
 from hvdtrain.training.loop.loss_monitor import LossMonitor
-from hvdtrain.training.objective.outputs import outputs_by_name, per_output
 from hvdtrain.training.options import StepOptions, TrainerOptions, step_options
 from hvdtrain.training.step.batches import per_microbatch
 from hvdtrain.training.trainer import Trainer
@@ -78,6 +77,12 @@ class OwnStep(keras.Model):
         return {"accuracy": 1.0}
 
 
+class OwnStepTwice(OwnStep):
+    def train_step(self, data):
+        self.optimizer.apply(self.gradients(data)[1], self.trainable_variables)
+        return super().train_step(data)
+
+
 class OwnStepByHand(OwnStep):
     def train_step(self, data):
         loss, gradients = self.gradients(data)
@@ -94,7 +99,7 @@ class OwnStepCompiled(OwnStep):
         return {"loss": loss}
 
 
-class OwnStepOfNorms(OwnStep):
+class OwnStepOfNorms(OwnStepTwice):
     def __init__(self):
         super().__init__()
         self.norm = hvdtrain.SyncBatchNormalization()
@@ -122,10 +127,6 @@ class OwnStepOfNorms(OwnStep):
         ({"sync_batch_norm": True}, "has no effect: the model has no BatchNormalization layer"),
         ({"recompute": True}, "recompute saves nothing on Sequential"),
         ({"model": Subclassed, "recompute": True}, "recompute cuts Functional and Sequential models into segments"),
-        ({"model": OwnStep, "recompute": True}, "OwnStep has a step of its own, in which recompute can do nothing"),
-        ({"model": OwnStepOfNorms}, "a step of its own, in which SyncBatchNormalization can do nothing"),
-        ({"model": OwnStep, "accumulate": 2}, "OwnStep has a step of its own, in which accumulate can do nothing"),
-        ({"model": OwnStep, "jit": True}, "OwnStep has a step of its own, in which jit can do nothing"),
         ({"optimizer": keras.optimizers.SGD(gradient_accumulation_steps=2)}, "accumulate=K"),
         ({"optimizer": LossScaleOptimizer(keras.optimizers.SGD(gradient_accumulation_steps=2))}, "accumulate=K"),
         ({"optimizer": DistributedOptimizer(keras.optimizers.SGD())}, "Trainer exchanges gradients, and Distributed"),
@@ -145,6 +146,38 @@ class OwnStepOfNorms(OwnStep):
 def test_what_cannot_work_is_refused(options, said):
     with pytest.raises(ConfigError, match=said.replace("(", r"\(").replace(")", r"\)")):
         trainer(**options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "name"),
+    [
+        (OwnStepTwice, {"accumulate": 2}, "accumulate"),
+        (OwnStepTwice, {"jit": True}, "jit"),
+        (OwnStepTwice, {"zero": 1}, "zero"),
+        (OwnStepTwice, {"local_steps": 2}, "local_steps"),
+        (OwnStepTwice, {"on_bad_step": "skip"}, "on_bad_step='skip'"),
+        (OwnStepTwice, {"spike_threshold": 9.0}, "spike_threshold"),
+        (OwnStepOfNorms, {}, "SyncBatchNormalization"),
+    ],
+)
+def test_a_step_that_applies_gradients_several_times_takes_few_options(kind, options, name):
+    said = f"train_step of {kind.__name__} applies gradients several times, .*, in which {name} can do nothing"
+    with pytest.raises(ConfigError, match=said):
+        trainer(model=kind, **options).fit((X, Y), batch=8, verbose=0)
+
+
+@pytest.mark.parametrize(
+    "options", [{"zero": 1}, {"zero": 3}, {"accumulate": 2}, {"local_steps": 1}, {"on_bad_step": "skip"}, {"jit": True}]
+)
+def test_a_step_of_the_models_own_that_applies_gradients_once_takes_them(options):
+    def trained(**options):
+        keras.utils.set_random_seed(0)
+        mine = trainer(model=OwnStep, **options)
+        mine.fit((X, Y), batch=8, epochs=2, shuffle=False, verbose=0)
+        return mine.model.get_weights()
+
+    for ours, plain in zip(trained(**options), trained(), strict=True):
+        np.testing.assert_allclose(ours, plain, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(
@@ -546,27 +579,7 @@ def test_callbacks_hear_of_evaluations_and_of_the_end():
         trainer().fit((X, Y), batch=16, callbacks=[keras.callbacks.SwapEMAWeights()], verbose=False)
 
 
-# -- outputs by name --
-
-
-def test_outputs_are_named_by_keys_names_or_places():
-    assert outputs_by_name(1) == {"": 1}
-    assert outputs_by_name({"a": 1}) == {"a": 1}
-    assert outputs_by_name([1, 2], ["x", "y"]) == {"x": 1, "y": 2}
-    assert outputs_by_name([1, 2]) == {"output0": 1, "output1": 2}
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"c": 1}, "loss names 'c'; the model's outputs are a, b."),
-        ([1], "loss has 1 entries for the 2 outputs a, b: give one for each."),
-        (5, "loss must be a dict or list with one entry for each of the outputs a, b."),
-    ],
-)
-def test_what_fits_no_output_is_refused(given, said):
-    with pytest.raises(ConfigError, match=said):
-        per_output("loss", given, ["a", "b"], shared=False)
+# -- several outputs --
 
 
 def two_heads():
@@ -574,23 +587,11 @@ def two_heads():
     return keras.Model(inputs, {name: keras.layers.Dense(2, name=name)(inputs) for name in ("a", "b")})
 
 
-@pytest.mark.parametrize(
-    ("loss", "said"),
-    [
-        ({"a": None, "b": None}, "None of the outputs a, b has a loss"),
-        ({"a": keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")}, "output 'a' is divided by its own"),
-        ({"a": "mse", "z": "mse"}, "loss names 'z'"),
-    ],
-)
-def test_losses_of_outputs_that_cannot_be_added_up(loss, said):
-    data = (X, {"a": X[:, :2], "b": X[:, 2:]}, {"a": X[:, 0], "b": X[:, 0]})
-    with pytest.raises(ConfigError, match=said):
-        Trainer(two_heads(), "sgd", loss).fit(data, batch=8, verbose=False)
-
-
-def test_metrics_of_several_outputs_need_their_names():
+def test_what_fits_no_output_is_refused_as_by_keras():
     data = (X, {"a": X[:, :2], "b": X[:, 2:]})
-    with pytest.raises(ConfigError, match="metrics has 1 entries for the 2 outputs a, b"):
+    with pytest.raises((ValueError, KeyError), match=r"Expected keys|can't be found"):
+        Trainer(two_heads(), "sgd", {"a": "mse", "z": "mse"}).fit(data, batch=8, verbose=False)
+    with pytest.raises(ValueError, match="metrics"):
         Trainer(two_heads(), "sgd", "mse", ["mae"]).evaluate(data)
 
 

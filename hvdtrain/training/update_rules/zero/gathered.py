@@ -28,6 +28,8 @@ class GatheredParameters(Parameters):
     `guarded` checks this replica's own gradients for finiteness.
     """
 
+    exchanges_backward = True
+
     def __init__(
         self,
         trainable: Mapping[str, tf.Variable],

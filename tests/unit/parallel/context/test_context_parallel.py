@@ -2,6 +2,7 @@
 
 import re
 import threading
+from contextlib import nullcontext
 
 import keras
 import numpy as np
@@ -10,14 +11,13 @@ import tensorflow as tf
 
 import hvdtrain
 from hvdtrain.backends.single import NoOpCollectives
+from hvdtrain.compat.keras import build_from
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.parallel.context.positions import Positions, belonging, positions_of, with_positions
+from hvdtrain.parallel.context.positions import Positions, PositionSlices, belonging, positions_of, with_positions
 from hvdtrain.parallel.context.split import separated, split_sequences
 from hvdtrain.parallel.outputs import local_outputs
 from hvdtrain.runtime.placement import drawn_for_samples
-from hvdtrain.training.objective.losses import summed_loss
-from hvdtrain.training.objective.metric_specs import MetricSpec
-from hvdtrain.training.objective.position_check import check_positions
+from hvdtrain.training.position_check import check_positions
 from tests.builders import compute_in
 from tests.extended import mostly_extended
 from tests.unit.threaded_exchange import Meeting, Replica, outcomes_on
@@ -521,10 +521,14 @@ def test_loss_and_metrics_must_look_at_each_position_by_itself(loss, metrics, re
     targets = tf.constant(rng.integers(0, 5, (4, 6)))
     outputs = tf.constant(rng.standard_normal((4, 6, 5)).astype("float32"))
     metrics = [metric() if isinstance(metric, type) else metric for metric in metrics]
-    bound = MetricSpec(metrics, [], loss).resolve(targets, outputs, NoOpCollectives(), lambda: None)
+    tokens = keras.Input((6, 5))
+    model = keras.Model(tokens, keras.layers.Activation("linear")(tokens))
+    model.compile("sgd", loss, metrics=metrics)
+    build_from(model, (outputs, targets))
+    PositionSlices(NoOpCollectives(), nullcontext).install(model)
 
     def check():
-        check_positions(summed_loss(loss), bound, targets, outputs, 3)
+        check_positions(model, NoOpCollectives(), targets, outputs, 3)
 
     if refused is None:
         check()

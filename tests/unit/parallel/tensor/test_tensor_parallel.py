@@ -747,21 +747,24 @@ def test_a_file_of_slices_is_not_written(method, tmp_path):
         getattr(model, method)(str(tmp_path / "model.weights.h5"))
 
 
-class StepOfItsOwn(keras.Model):
+class AppliesTwice(keras.Model):
     def train_step(self, data):
-        return {}
+        super().train_step(data)
+        return super().train_step(data)
 
 
 @pytest.mark.usefixtures("session")
 def test_what_a_split_model_cannot_do_yet_is_refused():
     def build():
         inputs = keras.Input((LENGTH, WIDTH))
-        model = StepOfItsOwn(inputs, dense_pair(inputs))
+        model = AppliesTwice(inputs, dense_pair(inputs))
         model.compile("sgd", "mse")
         return model
 
-    with pytest.raises(ConfigError, match=r"StepOfItsOwn has a step of its own, in which the axis tp"):
-        hvdtrain.Trainer(split(build, DENSE))
+    with pytest.raises(
+        ConfigError, match=r"AppliesTwice applies gradients several times, .* the axis tp of parallel can do"
+    ):
+        hvdtrain.Trainer(split(build, DENSE)).fit(ROWS, split(build, DENSE)(ROWS), batch=2, verbose=0)
     state = TrainState(split(lambda: functional((LENGTH, WIDTH), dense_pair), DENSE), keras.optimizers.SGD(), 0)
     state.held_weights = {"best/0": np.zeros(3)}
     with pytest.raises(ConfigError, match=r"A callback holds weights \(restore_best_weights=True\)"):

@@ -325,24 +325,6 @@ def test_a_rollback_without_a_good_checkpoint_is_an_error(tmp_path):
 # -- what is refused --
 
 
-class OwnStep(keras.Model):
-    def __init__(self):
-        super().__init__()
-        self.dense = keras.layers.Dense(3)
-
-    def call(self, inputs):
-        return self.dense(inputs)
-
-    def train_step(self, data):
-        return super().train_step(data)
-
-
-def own_step():
-    model = OwnStep()
-    model.compile("sgd", CROSSENTROPY)
-    return model
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -358,12 +340,6 @@ def own_step():
 def test_options_that_cannot_work_are_refused(options, said):
     with pytest.raises(ConfigError, match=said):
         trainer_of(**options)
-
-
-@pytest.mark.parametrize("options", [{"on_bad_step": "rollback"}, {"spike_threshold": 9.0}])
-def test_a_step_of_the_models_own_is_refused(options):
-    with pytest.raises(ConfigError, match=r"OwnStep has a step of its own, in which (on_bad_step|spike_threshold)"):
-        Trainer(own_step(), **options)
 
 
 def test_rollback_needs_checkpoints():

@@ -22,7 +22,7 @@ def step_of(metrics):
     trainer = Trainer(model, keras.optimizers.SGD(0.0), "sparse_categorical_crossentropy", metrics())
     data = training_data((X, Y), trainer.backend, batch=16, seed=0, shuffle=False, steps_per_epoch=None)
     trainer.build(data)
-    step = trainer._factory.train_step(trainer.state, trainer.rule, data.batch, epoch_metrics=True)
+    step = trainer._factory.train_step(trainer.state, trainer.rule, data.batch)
     return step, [batch for batch, _ in zip(data.batches(0), range(3), strict=False)]
 
 

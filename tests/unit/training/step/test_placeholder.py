@@ -9,9 +9,9 @@ from hvdtrain.backends.single import SingleBackend
 from hvdtrain.data.batch import Batch
 from hvdtrain.layers.moments import moments_of_all
 from hvdtrain.state.train_state import TrainState
-from hvdtrain.training.objective.losses import summed_loss
 from hvdtrain.training.step.finite import zero_if_finite
 from hvdtrain.training.step.forward_backward import ForwardBackward
+from hvdtrain.training.step.logs import StepLogs
 from hvdtrain.training.step.placeholder import counted
 
 
@@ -31,16 +31,18 @@ def model():
     keras.utils.set_random_seed(0)
     inputs = keras.Input((2,))
     x = keras.layers.Dense(3)(keras.layers.BatchNormalization(momentum=0.5)(Counter()(inputs)))
-    return keras.Model(inputs, x)
+    made = keras.Model(inputs, x)
+    made.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=False)
+    return made
 
 
 def passes(inputs, has_samples, *, jit=False):
     """Return what one forward and backward pass comes to, and the model."""
     built = model()
-    state = TrainState(built, keras.optimizers.SGD(0.1), 0)
-    both = ForwardBackward(SingleBackend(None), state, summed_loss("mse"), jit=jit)
+    state, backend = TrainState(built, built.optimizer, 0), SingleBackend(None)
+    both = ForwardBackward(backend, state, StepLogs(backend, built, "train_step"), jit=jit)
     batch = Batch(inputs, tf.zeros([len(inputs), 3]), None, has_samples, 8)
-    local, _ = tf.function(both, autograph=False)(batch)
+    local = tf.function(both, autograph=False)(batch)
     return local, built
 
 

@@ -311,23 +311,6 @@ def test_local_weights_are_not_saved_within_an_epoch(tmp_path):
         trainer.fit((X, X[:, :1]), batch=8, verbose=False, callbacks=[early])
 
 
-def test_a_model_with_a_step_of_its_own_takes_no_rule():
-    class Own(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.dense = keras.layers.Dense(1)
-
-        def call(self, inputs):
-            return self.dense(inputs)
-
-        def train_step(self, data):
-            raise AssertionError("not reached")
-
-    for options, name in (({"zero": 1}, "zero"), ({"local_steps": 2}, "local_steps")):
-        with pytest.raises(ConfigError, match=f"has a step of its own, in which {name} can do nothing"):
-            Trainer(Own(), "sgd", "mse", **options)
-
-
 @pytest.mark.parametrize(("stage", "precision"), [(3, None), (1, "mixed_float16")])
 def test_a_saved_model_holds_no_slices(tmp_path, stage, precision):
     trainer = Trainer(model(), keras.optimizers.Adam(0.01), "mse", zero=stage, precision=precision)

@@ -1,14 +1,19 @@
 """Settings of a compiled model, used as defaults of the trainer's arguments."""
 
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hvdtrain.compat.keras import compile_arguments, compile_metrics, last_compile
+import keras
+import tensorflow as tf
+
+from hvdtrain.compat.keras import compile_arguments, drop_compile_metrics, last_compile
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.gradients.distributed_optimizer import DistributedOptimizer
+from hvdtrain.models.objective import known_losses, known_metrics, nearest
 from hvdtrain.state.optimizers import optimizers_of
 
+SHAPED = ("accuracy", "acc", "crossentropy", "ce")
+"""Names that Keras resolves by the shapes of targets and outputs."""
 _MARK = "_hvdtrain_compile_config"
 """Attribute with the settings of the trainer's own `compile`."""
 _WITHOUT_EFFECT = {"steps_per_execution": 1, "run_eagerly": False}
@@ -44,7 +49,17 @@ def merge_compile_settings(model: Any, optimizer: Any, chosen: Objective) -> tup
 
 
 def compile_for_trainer(model: Any, optimizer: Any, objective: Objective) -> None:
-    """Compile `model` for callbacks and custom steps that read its settings; training ignores them."""
+    """Compile `model`, unless it is compiled with these objects.
+
+    Raises ConfigError for an unknown name.
+    """
+    _check_names(objective)
+    config = compile_arguments(model)
+    asked = vars(objective).items()
+    held = all(config.get(name) is value or (_is_empty(value) and _is_empty(config.get(name))) for name, value in asked)
+    if model.compiled and model.optimizer is optimizer and held:
+        return
+    drop_compile_metrics(model)
     model.compile(
         optimizer,
         objective.loss,
@@ -57,13 +72,8 @@ def compile_for_trainer(model: Any, optimizer: Any, objective: Objective) -> Non
     setattr(model, _MARK, last_compile(model))
 
 
-def build_compile_metrics(model: Any, targets: Any, outputs: Any) -> None:
-    """Build compiled metrics, never updated: callbacks infer from them whether higher is better."""
-    metrics = compile_metrics(model)
-    if metrics is not None and not metrics.built:
-        # Metrics in a structure that Keras does not accept: callbacks then ask for a `mode`.
-        with suppress(ValueError, TypeError, KeyError):
-            metrics.build(targets, outputs)
+def _is_empty(setting: Any) -> bool:
+    return setting is None or (isinstance(setting, list | tuple | dict) and not setting)
 
 
 def _is_trainers(model: Any) -> bool:
@@ -105,6 +115,22 @@ def _notes(model: Any, config: dict[str, Any], optimizer: Any, used: Objective) 
 def _same(used: Any, compiled: Any) -> bool:
     """Return whether two settings are equal; False for distinct objects."""
     return used is compiled or (isinstance(used, str | list | tuple | dict) and used == compiled)
+
+
+def _check_names(objective: Objective) -> None:
+    for kind, names, get, known in (
+        ("loss", objective.loss, keras.losses.get, known_losses),
+        ("metric", (objective.metrics, objective.weighted_metrics), keras.metrics.get, known_metrics),
+    ):
+        for name in tf.nest.flatten(names):
+            if not isinstance(name, str) or name.lower() in (*SHAPED, *known()):
+                continue
+            try:
+                get(name)
+            except TypeError as error:
+                raise ConfigError(f"The {kind} {name!r} needs arguments ({error}): give an object of it.") from error
+            except ValueError as error:
+                raise ConfigError(f"Unknown {kind} {name!r}.{nearest(name, known())}") from error
 
 
 def _listed(metrics: Any) -> Any:

@@ -302,7 +302,7 @@ def test_an_epoch_that_is_resumed_reports_all_of_it():
         trainer = Trainer(model)
         data = training_data(X, trainer.backend, batch=8, seed=0, shuffle=False, steps_per_epoch=None)
         trainer.build(data)
-        step = trainer._factory.train_step(trainer.state, trainer.rule, 8, epoch_metrics=True)
+        step = trainer._factory.train_step(trainer.state, trainer.rule, 8)
         return step, [batch for batch, _ in zip(data.batches(0), range(3), strict=False)]
 
     zero = keras.optimizers.SGD(0.0)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdtrain.training.step.own.exchange import offset_seeds, replaced_in_this_thread
+from hvdtrain.training.step.patches import offset_seeds, replaced, replaced_in_this_thread, traced_anew
 from hvdtrain.training.trainer import Trainer
 
 ORIGINALS = (keras.random.SeedGenerator.next, keras.optimizers.Optimizer.apply)
@@ -58,6 +58,24 @@ def test_threads_that_replace_a_method_at_once_see_their_own_each():
         thread.join(20)
     assert seen == {0: "of thread 0", 1: "of thread 1"}
     assert vars(Thing)["name"] is original
+
+
+def test_a_function_that_was_traced_before_is_traced_with_the_replacements():
+    class Thing:
+        @tf.function
+        def name(self):
+            return tf.constant(self.get())
+
+        def get(self):
+            return 1.0
+
+    thing, found = Thing(), []
+    thing.name()
+    for value in (2.0, 3.0):
+        with replaced(thing, "get", lambda value=value: value), traced_anew(), traced_anew():
+            found += [float(thing.name()), float(thing.name())]
+    assert found == [2.0, 2.0, 3.0, 3.0]
+    assert float(thing.name()) == 1.0
 
 
 class Busy(keras.Model):

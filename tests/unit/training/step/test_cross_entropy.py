@@ -7,13 +7,24 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdtrain.training.objective.cross_entropy import LEAST_CLASSES, fast_form
-from hvdtrain.training.objective.losses import summed_loss
+from hvdtrain.compat.keras import loss_of_function
+from hvdtrain.training.step.cross_entropy import LEAST_CLASSES, fast_cross_entropy
 
 OBJECT = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 FUNCTION = functools.partial(keras.losses.sparse_categorical_crossentropy, from_logits=True)
 SLOW_OP = "SparseSoftmaxCrossEntropyWithLogits"
 RNG = np.random.default_rng(0)
+
+
+def fast(loss):
+    """Return the losses that a compiled loss has in a step."""
+    made = loss if isinstance(loss, keras.losses.Loss) else loss_of_function()(loss)
+
+    def losses(labels, logits):
+        with fast_cross_entropy():
+            return made.call(labels, logits)
+
+    return losses
 
 
 def case(shape, dtype="float32", spread=3.0):
@@ -55,10 +66,10 @@ def test_losses_and_gradients_are_those_of_keras(loss, dtype, shape, spread):
     keras_own = loss.call if loss is OBJECT else loss
     tolerance = 1e-6 if dtype == "float32" else 1e-13
     for mine, theirs in zip(
-        outcome(fast_form(loss), labels, logits, weights), outcome(keras_own, labels, logits, weights), strict=True
+        outcome(fast(loss), labels, logits, weights), outcome(keras_own, labels, logits, weights), strict=True
     ):
         np.testing.assert_allclose(mine, theirs, rtol=tolerance, atol=tolerance * max(1.0, spread))
-    assert SLOW_OP not in ops_of(fast_form(loss), labels, logits)
+    assert SLOW_OP not in ops_of(fast(loss), labels, logits)
     assert SLOW_OP in ops_of(keras_own, labels, logits)
 
 
@@ -72,7 +83,7 @@ def test_xla_compiles_it():
         return losses, tape.gradient(losses, logits, output_gradients=weights)
 
     compiled = tf.function(passes, jit_compile=True)
-    for mine, theirs in zip(compiled(fast_form(OBJECT)), passes(OBJECT.call), strict=True):
+    for mine, theirs in zip(compiled(fast(OBJECT)), passes(OBJECT.call), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-6, atol=1e-6)
 
 
@@ -80,15 +91,16 @@ def test_labels_of_other_types_and_a_dimension_of_one_more_fit():
     labels, logits, weights = case((6, 100))
     expected = outcome(OBJECT.call, labels, logits, weights)[0]
     for given in (tf.cast(labels, tf.uint8), tf.cast(labels, tf.float32), labels[:, tf.newaxis]):
-        total = summed_loss(OBJECT)(given, logits, None).total
-        np.testing.assert_allclose(total, expected.sum(), rtol=1e-6)
+        with fast_cross_entropy():
+            mean = OBJECT(given, logits)
+        np.testing.assert_allclose(mean, expected.mean(), rtol=1e-6)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_logits_that_are_not_finite_give_losses_that_are_not(value):
     labels, logits, weights = case((3, 100))
     spoilt = tf.tensor_scatter_nd_update(logits, [[1, 99]], [value])
-    losses, gradient = outcome(fast_form(OBJECT), labels, spoilt, weights)
+    losses, gradient = outcome(fast(OBJECT), labels, spoilt, weights)
     for values in (losses, gradient.sum(-1)):
         assert np.isnan(values[1])
         assert np.isfinite(values[[0, 2]]).all()
@@ -98,7 +110,7 @@ def test_classes_that_are_ruled_out_by_minus_infinity_are_left_out():
     labels, logits, weights = tf.constant([0, 1, 2]), *case((3, 100))[1:]
     masked = tf.concat([logits[:, :64], tf.fill([3, 36], -np.inf)], 1)
     for mine, theirs in zip(
-        outcome(fast_form(OBJECT), labels, masked, weights), outcome(OBJECT.call, labels, masked, weights), strict=True
+        outcome(fast(OBJECT), labels, masked, weights), outcome(OBJECT.call, labels, masked, weights), strict=True
     ):
         np.testing.assert_allclose(mine, theirs, rtol=1e-6, atol=1e-6)
 
@@ -107,7 +119,7 @@ def test_classes_that_are_ruled_out_by_minus_infinity_are_left_out():
 def test_a_label_that_is_no_class_is_an_error(label):
     _, logits, weights = case((3, 100))
     with pytest.raises(tf.errors.InvalidArgumentError, match=rf"indices\[.*\] = {label} is not in \[0, 100\)"):
-        outcome(fast_form(OBJECT), tf.constant([0, label, 2]), logits, weights)
+        outcome(fast(OBJECT), tf.constant([0, label, 2]), logits, weights)
 
 
 def test_a_second_derivative_is_refused():
@@ -116,7 +128,7 @@ def test_a_second_derivative_is_refused():
         outer.watch(logits)
         with tf.GradientTape() as inner:
             inner.watch(logits)
-            total = tf.reduce_sum(fast_form(OBJECT)(labels, logits))
+            total = tf.reduce_sum(fast(OBJECT)(labels, logits))
         slope = inner.gradient(total, logits)
     with pytest.raises(LookupError, match="no second derivative"):
         outer.gradient(slope, logits)
@@ -130,18 +142,21 @@ def test_a_second_derivative_is_refused():
         keras.losses.sparse_categorical_crossentropy,
         functools.partial(keras.losses.sparse_categorical_crossentropy, from_logits=True, ignore_class=0),
         functools.partial(keras.losses.sparse_categorical_crossentropy, from_logits=True, axis=1),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True, axis=1),
         keras.losses.CategoricalCrossentropy(from_logits=True),
-        type("Own", (keras.losses.SparseCategoricalCrossentropy,), {})(from_logits=True),
     ],
 )
 def test_other_losses_stay_as_they_are(loss):
-    assert fast_form(loss) is None
+    labels, logits, _ = case((100, 100))
+    labels = logits if isinstance(loss, keras.losses.CategoricalCrossentropy) else labels
+    graph = tf.function(fast(loss)).get_concrete_function(labels, logits).graph
+    assert not [op for op in graph.get_operations() if "probability_of_label" in op.name]
 
 
 def test_few_classes_and_strategies_stay_with_the_op_of_tensorflow():
     labels, logits, _ = case((6, LEAST_CLASSES - 1))
-    assert SLOW_OP in ops_of(fast_form(OBJECT), labels, logits)
+    assert SLOW_OP in ops_of(fast(OBJECT), labels, logits)
     labels, logits, _ = case((6, LEAST_CLASSES))
     with tf.distribute.OneDeviceStrategy("CPU:0").scope():
-        assert SLOW_OP in ops_of(fast_form(OBJECT), labels, logits)
-    assert SLOW_OP not in ops_of(fast_form(OBJECT), labels, logits)
+        assert SLOW_OP in ops_of(fast(OBJECT), labels, logits)
+    assert SLOW_OP not in ops_of(fast(OBJECT), labels, logits)

@@ -1,0 +1,269 @@
+"""Results of a model's steps over all replicas."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import Collectives
+from hvdtrain.compat.keras import compile_metrics, compiled_metrics, flatten_layers, own_metrics
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.state.variables import unwrap
+from hvdtrain.training.step.patches import replaced
+
+Value = float | np.ndarray
+"""A metric's value."""
+
+
+class Figure(NamedTuple):
+    """Source of a value returned by a step."""
+
+    metric: Any
+    """The metric with this result; None for other tensors."""
+    key: str | None
+    """Name of the result, for a metric with several."""
+    sums: tf.Variable | None
+    """[2], for other tensors: this replica's sum of value x samples, and of samples."""
+
+    def read(self) -> tf.Tensor:
+        """Return the metric's current result."""
+        result = self.metric.result()
+        return tf.convert_to_tensor(result if self.key is None else result[self.key])
+
+
+class StepLogs:
+    """Global values of a step's results: metric results over all samples, other tensors averaged.
+
+    A metric's result is computed from its variables summed over the replicas, since most are sums. Anything else is
+    averaged over the replicas, weighted by samples.
+
+    Args:
+        replicas: sums the variables.
+        step: `train_step` or `test_step`, for messages.
+        accumulate: average other tensors over all batches since `reset`, not only the last one.
+    """
+
+    def __init__(self, replicas: Collectives, model: Any, step: str, *, accumulate: bool = False) -> None:
+        self._replicas = replicas
+        self._model = model
+        self._step = step
+        self._accumulate = accumulate
+        self._figures: dict[str, Figure] = {}
+        self._other: dict[str, tf.Variable] = {}
+        self._seen: dict[int, tuple[Any, str | None, Any]] = {}
+        self._reported: dict[int, tf.Variable] = {}
+        """Global sums at the last `progress`, by the identity of the metric's variable."""
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the results, once traced."""
+        return list(self._figures)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record which tensors are metric results, while a step is traced."""
+        self._seen = {}
+        with ExitStack() as stack:
+            for metric in metrics_of(self._model):
+                stack.enter_context(replaced(metric, "result", self._noting(metric)))
+            yield
+
+    def take(self, logs: Any, samples: tf.Tensor, *, first: bool = True) -> list[tf.Tensor]:
+        """Record the results of `samples` samples; return tensors to check.
+
+        Args:
+            logs: what the step returned.
+            samples: number of this replica's samples, float64.
+            first: whether they are of the first microbatch of a step.
+
+        Returns:
+            The loss; without one, all results named as losses, or else everything.
+
+        Raises:
+            ConfigError: not a dict of single values.
+        """
+        values = {name: self._figure(name, value) for name, value in self._flat(logs).items()}
+        self._figures = {name: figure for name, (_, figure) in values.items()}
+        for value, figure in values.values():
+            if figure.sums is not None:
+                weight = tf.cast(samples, tf.float64)
+                mine = tf.stack([tf.math.multiply_no_nan(tf.cast(value, tf.float64), weight), weight])
+                (figure.sums.assign_add if self._accumulate or not first else figure.sums.assign)(mine)
+        self._seen = {}
+        losses = [name for name in values if "loss" in name]
+        watched = ["loss"] if "loss" in values else losses or list(values)
+        return [values[name][0] for name in watched]
+
+    def results(self, role: str) -> dict[str, tf.Tensor]:
+        """Return the global results by name, without side effects. Collective."""
+        with self._summed(role) as others:
+            return self._read(others)
+
+    def progress(self, role: str) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]]:
+        """Return the results since the last call, and since the reset. Collective.
+
+        In one exchange, in a compiled function, without changing what is counted.
+        """
+        with self._summed(role) as others:
+            so_far = self._read(others)
+            sums = [variable.read_value() for variable in self.variables()]
+            reported = self._reported_sums()
+            for variable, total, before in zip(self.variables(), sums, reported, strict=True):
+                variable.assign(total - before.read_value())
+            recent = self._read(others)
+        for before, total in zip(reported, sums, strict=True):
+            before.assign(total)
+        return recent, so_far
+
+    def sums(self, role: str) -> dict[str, list[tf.Tensor]]:
+        """Return every metric's variables by name, summed over the replicas. Collective."""
+        with self._summed(role):
+            return {
+                name: [unwrap(variable).read_value() for variable in metric.variables]
+                for name, metric in self._named().items()
+            }
+
+    def restore_sums(self, sums: Mapping[str, Sequence[Any]], *, counted_here: bool) -> None:
+        """Restore the metrics' variables from `sums`, or reset them; one replica has `counted_here`."""
+        self.reset()
+        for name, metric in self._named().items():
+            for variable, value in zip(metric.variables, sums.get(name, ()), strict=False):
+                restored = tf.constant(value, variable.dtype)
+                self._reported_sum(unwrap(variable)).assign(restored)
+                if counted_here:
+                    variable.assign(restored)
+
+    def reset(self) -> None:
+        """Reset the model's metrics, like Keras per epoch, and other averages."""
+        self._model.reset_metrics()
+        for variable in (*self._other.values(), *self._reported.values()):
+            variable.assign(tf.zeros_like(variable))
+
+    def variables(self) -> list[tf.Variable]:
+        """Return the metrics' variables."""
+        found = {id(unwrap(v)): unwrap(v) for metric in metrics_of(self._model) for v in metric.variables}
+        return list(found.values())
+
+    def keras_variables(self) -> list[Any]:
+        """Return the metrics' variables as Keras'."""
+        found = {id(unwrap(v)): v for metric in metrics_of(self._model) for v in metric.variables}
+        return list(found.values())
+
+    def states(self) -> dict[str, list[np.ndarray]]:
+        """Return every metric's variables by name, on this replica."""
+        return {name: [np.asarray(v) for v in metric.variables] for name, metric in self._named().items()}
+
+    def local_results(self) -> dict[str, tf.Tensor]:
+        """Return the results of metrics by name, on this replica."""
+        return {name: figure.read() for name, figure in self._figures.items() if figure.metric is not None}
+
+    @contextmanager
+    def _summed(self, role: str) -> Iterator[dict[str, tf.Tensor]]:
+        """Let the metrics' variables hold sums over the replicas; yield the averages of other results. Collective."""
+        variables = self.variables()
+        own = [variable.read_value() for variable in variables]
+        others = {name: figure.sums for name, figure in self._figures.items() if figure.sums is not None}
+        parts = [*own, *(sums.read_value() for sums in others.values())]
+        summed = all_reduced(self._replicas, parts, role)
+        for variable, value in zip(variables, summed, strict=False):
+            variable.assign(value)
+        means = [tf.math.divide_no_nan(sums[0], sums[1]) for sums in summed[len(own) :]]
+        yield dict(zip(others, means, strict=True))
+        for variable, value in zip(variables, own, strict=True):
+            variable.assign(value)
+
+    def _read(self, others: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+        return {
+            name: others[name] if figure.metric is None else figure.read() for name, figure in self._figures.items()
+        }
+
+    def _reported_sums(self) -> list[tf.Variable]:
+        return [self._reported_sum(variable) for variable in self.variables()]
+
+    def _reported_sum(self, variable: tf.Variable) -> tf.Variable:
+        if id(variable) not in self._reported:
+            with tf.init_scope():
+                zeros = tf.zeros(variable.shape, variable.dtype)
+                self._reported[id(variable)] = tf.Variable(zeros, trainable=False, name="reported")
+        return self._reported[id(variable)]
+
+    def _noting(self, metric: Any) -> Callable[..., Any]:
+        def result(*args: Any, **kwargs: Any) -> Any:
+            value = type(metric).result(metric, *args, **kwargs)
+            for key, each in value.items() if isinstance(value, dict) else [(None, value)]:
+                self._seen[id(each)] = metric, key, each
+            return value
+
+        return result
+
+    def _flat(self, logs: Any) -> dict[str, Any]:
+        if not isinstance(logs, dict):
+            raise ConfigError(
+                f"{self._step} of {type(self._model).__name__} must return a dict of metrics, such as "
+                f"{{'loss': loss}}. Received: {logs!r}."
+            )
+        flat: dict[str, Any] = {}
+        for name, value in logs.items():
+            flat |= self._flat(value) if isinstance(value, dict) else {str(name): value}
+        return flat
+
+    def _figure(self, name: str, value: Any) -> tuple[tf.Tensor, Figure]:
+        if id(value) in self._seen:
+            metric, key, _ = self._seen[id(value)]
+            return tf.convert_to_tensor(value), Figure(metric, key, None)
+        try:
+            given = tf.convert_to_tensor(value)
+            tensor = tf.reshape(tf.cast(given, tf.float64), [])
+            if given.dtype == tf.string:
+                raise TypeError("text is not a number")
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{self._step} of {type(self._model).__name__} must return one number for each name, such as "
+                f"tf.reduce_mean(loss). Received for {name!r}: {value!r}."
+            ) from error
+        if name not in self._other:
+            with tf.init_scope():
+                self._other[name] = tf.Variable(tf.zeros([2], tf.float64), trainable=False, name="figure")
+        return tensor, Figure(None, None, self._other[name])
+
+    def _named(self) -> dict[str, Any]:
+        """Return the metrics that have variables, by distinct names."""
+        named: dict[str, Any] = {}
+        container = compile_metrics(self._model)
+        for each in metrics_of(self._model):
+            for metric in compiled_metrics(self._model) if each is container else [each]:
+                if not metric.variables:
+                    continue
+                name, count = metric.name, 1
+                while (key := name if count == 1 else f"{name}#{count}") in named:
+                    count += 1
+                named[key] = metric
+        return named
+
+
+def metrics_of(model: Any) -> list[Any]:
+    """Return a model's metrics: those it resets, then others of it or its layers."""
+    layers = flatten_layers(model)
+    found = [*model.metrics, *(metric for layer in layers for metric in own_metrics(layer))]
+    return list({id(metric): metric for metric in found}.values())
+
+
+def all_reduced(replicas: Collectives, tensors: Sequence[tf.Tensor], role: str) -> list[tf.Tensor]:
+    """Return the sums of `tensors` over the replicas, in one message for each dtype. Collective."""
+    sums: dict[int, tf.Tensor] = {}
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        flat = tf.concat([tf.reshape(tensors[place], [-1]) for place in places], 0)
+        total = replicas.all_reduce(flat, name=f"{role}/{dtype.name}")
+        sizes = [int(tensors[place].shape.num_elements()) for place in places]
+        for place, part in zip(places, tf.split(total, sizes), strict=True):
+            sums[place] = tf.reshape(part, tensors[place].shape)
+    return [sums[place] for place in range(len(tensors))]
+
+
+def metric_value(result: Any) -> Value:
+    """Convert a metric's result to a number, or several to an array."""
+    value = np.asarray(result)
+    return float(value) if value.ndim == 0 else value

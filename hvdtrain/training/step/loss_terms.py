@@ -1,0 +1,174 @@
+"""What a replica's losses are divided by, so that Keras' own value on each replica adds up to that of all samples.
+
+A replica's gradients weigh its samples over all samples of the step. That is right for a loss that is a mean over
+samples. One that is divided by something else, such as a mask, is `loss x own divisor / global divisor` on each
+replica; one that is a sum over samples counts in full on each.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import Collectives
+from hvdtrain.compat.keras import compiled_metrics, divisor_of, losses_by_output, module_of_losses, trackers_of_outputs
+from hvdtrain.config.errors import ConfigError, opt
+from hvdtrain.parallel.context.positions import belonging
+from hvdtrain.parallel.outputs import holds_output_slices
+from hvdtrain.parallel.tensor.losses import on_shards, reads_shards, sharded_form
+from hvdtrain.parallel.tensor.outputs import gathered, shard_of
+from hvdtrain.runtime.compiled import numbered
+from hvdtrain.training.step.cross_entropy import fast_cross_entropy
+from hvdtrain.training.step.patches import active, replaced, replaced_in_this_thread
+
+Kind = Literal["mean", "sum"]
+"""Whether a loss that a layer adds is a mean over its samples, or a sum."""
+
+
+@dataclass(kw_only=True)
+class LossTerms:
+    """The losses of one pass of a replica, corrected while Keras computes them."""
+
+    model: Any
+    collectives: Collectives
+    samples: tf.Tensor
+    """Samples of this pass in float64; 0 for a placeholder."""
+    total: tf.Tensor
+    """Samples of the step over all replicas in float64."""
+    whole: bool
+    """Whether this pass holds all samples of the step: nothing is corrected."""
+    exchangeable: bool = True
+    """Whether the pass can hold an exchange, which XLA cannot compile."""
+    exchanges: bool = False
+    """Whether divisors are summed over the replicas; otherwise the only one becomes the weight of the gradients."""
+    added: Sequence[Kind] = ()
+    """Kinds of the losses that layers add, in order."""
+    weight: tf.Tensor | None = field(default=None, init=False)
+    """Weight of this pass's loss, if it is not the number of samples."""
+
+    @contextmanager
+    def corrected(self) -> Iterator[None]:
+        """Correct the losses that are computed inside the context, in this thread."""
+        with ExitStack() as stack:
+            stack.enter_context(fast_cross_entropy())
+            stack.enter_context(replaced_in_this_thread(keras.losses.Loss, "__call__", _of_shards(keras.losses.Loss)))
+            for metric in compiled_metrics(self.model) if holds_output_slices(self.model) else ():
+                stack.enter_context(replaced(metric, "update_state", _counting_shards(metric)))
+            module = module_of_losses()
+            for name in ("scale_loss_for_distribution", "unscale_loss_for_distribution"):
+                # Keras divides by the replicas of a strategy, whose gradients weigh their samples already.
+                stack.enter_context(replaced(module, name, lambda value: value))
+            if not self.whole:
+                original = active(module, "reduce_weighted_values")
+                stack.enter_context(replaced(module, "reduce_weighted_values", partial(self._reduced, original)))
+            for tracker in trackers_of_outputs(self.model):
+                stack.enter_context(replaced(tracker, "update_state", self._tracking(tracker)))
+            if not self.whole and "sum" in self.added:
+                stack.enter_context(replaced_in_this_thread(keras.layers.Layer, "add_loss", self._adding()))
+            yield
+
+    def _reduced(
+        self,
+        original: Callable[..., Any],
+        values: Any,
+        sample_weight: Any = None,
+        mask: Any = None,
+        reduction: str | None = "sum_over_batch_size",
+        dtype: Any = None,
+    ) -> Any:
+        value = original(values, sample_weight, mask, reduction, dtype)
+        if tf.convert_to_tensor(values).shape.rank == 0:
+            raise ConfigError(
+                "A loss returned one number for the whole batch, of which each rank has a slice: it must return one "
+                "value for each sample."
+            )
+        if reduction == "sum":
+            return value * self._over_share(value.dtype)
+        if reduction in (None, "none"):
+            raise ConfigError('A loss has reduction=None. Use "sum_over_batch_size", or "sum".')
+        divisor = divisor_of(sample_weight, mask, reduction, value.dtype)
+        if divisor is None:
+            return value
+        if not self.exchanges:
+            self.weight = tf.where(self.samples > 0, tf.cast(divisor, tf.float64), tf.zeros([], tf.float64))
+            return value
+        if not self.exchangeable:
+            raise ConfigError(
+                "The loss of one output is divided by its own weights (a mask, ignore_class, mean_with_sample_weight) "
+                f"beside other losses: XLA cannot hold the exchange of these weights. Leave out {opt('jit')}."
+            )
+        own = tf.where(self.samples > 0, divisor, tf.zeros_like(divisor))
+        # Of this pass over all replicas: each microbatch is divided by its own divisor, as Keras does.
+        mine = tf.stack([tf.cast(own, tf.float64), self.samples])
+        divisors, samples = tf.unstack(self.collectives.all_reduce(mine, name=numbered("loss/divisor")), num=2)
+        share = tf.math.divide_no_nan(mine[0] * samples, divisors * self.samples)
+        return value * tf.cast(share, value.dtype)
+
+    def _over_share(self, dtype: tf.DType) -> tf.Tensor:
+        """Return the reciprocal of this pass's share of the samples."""
+        return tf.cast(tf.math.divide_no_nan(self.total, self.samples), dtype)
+
+    def _tracking(self, tracker: Any) -> Callable[..., None]:
+        """Return the update of the mean loss of an output, in which each batch counts once, as in Keras."""
+        original = active(tracker, "update_state")
+
+        def update_state(loss: Any, sample_weight: Any = None) -> None:
+            original(loss, sample_weight=tf.cast(tf.math.divide_no_nan(self.samples, self.total), loss.dtype))
+
+        return update_state
+
+    def _adding(self) -> Callable[..., None]:
+        original, kinds = keras.layers.Layer.add_loss, iter(self.added)
+
+        def add_loss(layer: Any, loss: Any) -> None:
+            def full(term: Any) -> Any:
+                return term * self._over_share(term.dtype) if next(kinds, "mean") == "sum" else term
+
+            original(layer, tf.nest.map_structure(full, loss))
+
+        return add_loss
+
+
+def has_one_divisor(model: Any) -> bool:
+    """Return whether the divisor of a compiled model's loss can be the weight of its gradients.
+
+    That needs a single loss, beside which only penalties of weights count.
+    """
+    return len(losses_by_output(model)) == 1
+
+
+def _counting_shards(metric: Any) -> Callable[..., Any]:
+    """Return a metric's update that takes outputs of which a rank holds a shard, with the targets that belong to it."""
+    original = active(metric, "update_state")
+
+    def update_state(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        shard = shard_of(y_pred)
+        y_true, sample_weight = belonging(y_pred, y_true, sample_weight)
+        if shard is None or not reads_shards(metric):
+            return original(y_true, gathered(y_pred), sample_weight=sample_weight)
+        with on_shards(metric, shard):
+            return original(y_true, y_pred, sample_weight=sample_weight)
+
+    return update_state
+
+
+def _of_shards(kind: Any) -> Callable[..., Any]:
+    """Return a loss's call that takes outputs of which a rank holds a shard, with the targets that belong to it."""
+    original = kind.__call__
+
+    def call(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        if tf.nest.is_nested(y_pred) or tf.nest.is_nested(y_true):
+            return original(loss, y_true, y_pred, sample_weight)
+        shard = shard_of(y_pred)
+        y_true, sample_weight = belonging(y_pred, y_true, sample_weight)
+        of_slices = None if shard is None else sharded_form(loss, shard)
+        if of_slices is None:
+            return original(loss, y_true, gathered(y_pred), sample_weight)
+        with replaced_in_this_thread(type(loss), "call", lambda _, labels, logits: of_slices(labels, logits)):
+            return original(loss, y_true, y_pred, sample_weight)
+
+    return call

@@ -1,0 +1,392 @@
+"""Models whose `train_step` applies gradients several times, or reads what it has updated.
+
+Their optimizers exchange the gradients as they are applied.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import Backend
+from hvdtrain.compat.keras_variables import average_of, trained_variables
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.data.batch import Batch
+from hvdtrain.gradients.distributed_optimizer import DistributedOptimizer
+from hvdtrain.optim.averaging import has_averages, innermost, replaced_weights
+from hvdtrain.optim.clipping import ordered_sum
+from hvdtrain.optim.precision import has_dynamic_scale, loss_scale_of
+from hvdtrain.state.named_tensors import NamedTensor
+from hvdtrain.state.optimizers import MAIN, optimizers_of, replicated_slots
+from hvdtrain.state.structure import structure_of
+from hvdtrain.state.train_state import TrainState
+from hvdtrain.state.variables import as_written, path_of, unwrap
+from hvdtrain.training.options import StepOptions
+from hvdtrain.training.step.batches import applies_nothing, number_of_samples, take_train_step
+from hvdtrain.training.step.finite import zero_if_finite
+from hvdtrain.training.step.logs import StepLogs, Value, metric_value
+from hvdtrain.training.step.loss_terms import Kind, LossTerms
+from hvdtrain.training.step.patches import offset_seeds, replaced, replaced_in_this_thread
+from hvdtrain.training.step.placeholder import restored_if_empty, updated_statistics
+from hvdtrain.training.step.result import Measured, StepResult
+from hvdtrain.training.update_rules.base import UpdateRule
+
+
+class OptimizerExchange:
+    """Reduces the gradients that a model's step passes to its optimizers.
+
+    Inside `exchanging`, `apply` of each optimizer takes this replica's gradients and applies the reduced ones, and any
+    other optimizer raises when used by the tracing thread.
+    """
+
+    def __init__(self, backend: Backend, model: Any, options: StepOptions) -> None:
+        self.optimizers = optimizers_of(model)
+        self.used: list[str] = []
+        """Paths of the optimizers used by the step, in the order of first use."""
+        self._model = model
+        self._distributed = {path: _distributed(each, backend, options) for path, each in self.optimizers.items()}
+        # Variables, since a step may apply gradients in its own loop, condition or tf.function, which cannot read
+        # another graph's tensors.
+        self._weight = tf.Variable(0.0, trainable=False, name="local_weight")
+        self._norms = {path: tf.Variable(0.0, trainable=False, name="gradient_norm") for path in self.optimizers}
+        self._measure = False
+        self._applying = False
+        self._calls: dict[str, int] = {}
+
+    @property
+    def main(self) -> Any:
+        """The optimizer with the reported learning rate: `model.optimizer`, or the first one used."""
+        path = MAIN if MAIN in self.used or not self.used else self.used[0]
+        return self.optimizers.get(path, next(iter(self.optimizers.values())))
+
+    @contextmanager
+    def exchanging(self, weight: tf.Tensor, *, measure: bool) -> Iterator[None]:
+        """Reduce gradients applied inside the context, weighted by `weight` (such as samples).
+
+        `measure` says whether `norm` will be used, which costs a pass.
+        """
+        self._weight.assign(tf.cast(weight, tf.float32))
+        self._measure, self._calls = measure, {}
+        with ExitStack() as stack:
+            stack.enter_context(replaced_in_this_thread(keras.optimizers.Optimizer, "apply", self._elsewhere()))
+            for path, optimizer in self.optimizers.items():
+                stack.enter_context(replaced(optimizer, "apply", partial(self._apply, path)))
+            yield
+
+    def norm(self) -> tf.Tensor:
+        """Return the L2 norm of the last reduced gradients, before clipping."""
+        return tf.sqrt(ordered_sum([tf.square(self._norms[path].read_value()) for path in self.used]))
+
+    @as_written
+    def _apply(self, path: str, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        optimizer = self.optimizers[path]
+        if self._applying:
+            type(optimizer).apply(optimizer, grads, trainable_variables)
+            return
+        known = trained_variables(innermost(optimizer))
+        variables = list(known if trainable_variables is None else trainable_variables)
+        if not variables:
+            return
+        self._check_owner(path, variables)
+        self._build(optimizer, variables)
+        distributed = self._distributed[path]
+        distributed.local_weight, distributed.role = self._weight, self._role(path)
+        self._applying = True
+        try:
+            distributed.apply(list(grads), variables)
+        finally:
+            self._applying = False
+        if self._measure:
+            self._norms[path].assign(tf.cast(distributed.norm, tf.float32))
+        if path not in self.used:
+            self.used.append(path)
+
+    def _build(self, optimizer: Any, variables: Sequence[Any]) -> None:
+        """Build an optimizer as Keras does: `model.optimizer` for all trained variables, others for their own."""
+        if not optimizer.built:
+            with tf.init_scope():
+                everything = optimizer is getattr(self._model, MAIN, None)
+                optimizer.build(self._model.trainable_variables if everything else variables)
+
+    def _role(self, path: str) -> str:
+        """Return a unique name for this reduction within the step."""
+        count = self._calls.get(path, 0)
+        self._calls[path] = count + 1
+        role = "gradient" if path == MAIN else f"gradient/{path}"
+        return f"{role}/{count}" if count else role
+
+    def _check_owner(self, path: str, variables: Sequence[Any]) -> None:
+        """Reject variables outside the model: they would not be broadcast, compared or saved."""
+        own = structure_of(self._model).paths
+        for variable in variables:
+            if id(unwrap(variable)) not in own:
+                raise ConfigError(
+                    f"self.{path.replace('/', '.')} of {type(self._model).__name__} trains a variable that is not the "
+                    f"model's: every rank would begin with its own value. Received: {path_of(variable)!r}. Make it a "
+                    "weight of the model, with add_weight(), or of a layer that is an attribute of the model."
+                )
+
+    def _elsewhere(self) -> Callable[..., Any]:
+        """Return an `apply` for all other optimizers."""
+        original = keras.optimizers.Optimizer.apply
+
+        @as_written
+        def apply(optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
+            if self._applying:
+                return original(optimizer, grads, trainable_variables)
+            raise stranger(self._model, optimizer)
+
+        return apply
+
+
+def stranger(model: Any, optimizer: Any) -> ConfigError:
+    """Return the error of a `train_step` that uses an optimizer that is none of the model's."""
+    known = ", ".join(f"self.{path.replace('/', '.')}" for path in optimizers_of(model))
+    return ConfigError(
+        f"train_step of {type(model).__name__} applies gradients with an optimizer that is no attribute of the model, "
+        "so that they would not be exchanged and the ranks would drift apart. Received: "
+        f"{type(optimizer).__name__} {optimizer.name!r}; the model holds {known}. Keep it in an attribute, set in "
+        "__init__() or compile()."
+    )
+
+
+class OptimizersStep:
+    """Calls a `train_step` whose optimizers exchange gradients as they apply them, weighted by samples.
+
+    Reports the model's results, as Keras does: the model's metrics count over an epoch, any other value is that of the
+    last batch.
+
+    Args:
+        added: kinds of the losses that layers add, in order.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        state: TrainState,
+        exchange: OptimizerExchange,
+        logs: StepLogs,
+        *,
+        added: Sequence[Kind] = (),
+    ) -> None:
+        self._backend = backend
+        self._added = added
+        self._state = state
+        self._exchange = exchange
+        self._logs = logs
+        self._step = {
+            measure: tf.function(lambda batch, m=measure: self._run(batch, m), autograph=False, reduce_retracing=True)
+            for measure in (False, True)
+        }
+        self._results = self._compiled(lambda: self._logs.results("metric_so_far"))
+        self._sums = self._compiled(lambda: self._logs.sums("metric_sums"))
+
+    def __call__(self, batch: Batch, *, measure: bool) -> StepResult:
+        """Train on `batch`; `measure` fills `Measured`. Collective."""
+        return self._step[measure](batch)
+
+    def begin_metrics(self, sums: Mapping[str, list[Any]] | None = None) -> None:
+        """Reset the metrics, or restore `sums` on the first replica."""
+        self._logs.restore_sums(sums or {}, counted_here=self._backend.index == 0)
+
+    def metric_sums(self) -> dict[str, list[Any]]:
+        """Return the state of each metric over all replicas. Collective."""
+        return {name: [value.numpy().tolist() for value in values] for name, values in self._sums().items()}
+
+    def metrics_so_far(self) -> dict[str, Value]:
+        """Return the model's last results over all replicas. Collective."""
+        return {name: metric_value(value) for name, value in self._results().items()}
+
+    def epoch_metrics(self) -> dict[str, Value]:
+        """Return the model's last results over all replicas, and begin an epoch. Collective."""
+        results = self.metrics_so_far()
+        self._logs.reset()
+        return results
+
+    def _compiled(self, function: Callable[[], Any]) -> Callable[[], Any]:
+        compiled: Callable[[], Any] = tf.function(lambda: self._backend.run(function), autograph=False)
+        return compiled
+
+    def _run(self, batch: Batch, measure: bool) -> StepResult:
+        return self._backend.run(self._replica_step, batch, measure)
+
+    def _replica_step(self, batch: Batch, measure: bool) -> StepResult:
+        model, exchange = self._state.model, self._exchange
+        self._state.seed_generators(self._backend.index, self._backend.process)
+        rate = tf.convert_to_tensor(exchange.main.learning_rate)
+        samples = number_of_samples(batch)
+        terms = LossTerms(
+            model=model,
+            collectives=self._backend,
+            samples=samples,
+            total=tf.cast(batch.global_samples, tf.float64),
+            whole=self._backend.size == 1,
+            exchanges=True,
+            added=self._added,
+        )
+        with offset_seeds(self._backend.index), terms.corrected():
+            watched = take_step(model, batch, exchange, self._logs, measure=measure)
+        totals = self._totals(batch, watched, samples)
+        if not measure:
+            return StepResult(totals, None)
+        recent, so_far = self._logs.progress("train_metric")
+        finite = tf.math.is_finite(zero_if_finite([v.read_value() for v in self._state.trainable.values()]))
+        scale = loss_scale_of(exchange.main) if has_dynamic_scale(exchange.main) else None
+        return StepResult(
+            totals,
+            Measured(
+                learning_rate=rate,
+                grad_norm=exchange.norm(),
+                loss_scale=scale,
+                metrics=recent,
+                finite=finite,
+                so_far=so_far,
+            ),
+        )
+
+    def _totals(self, batch: Batch, watched: list[tf.Tensor], samples: tf.Tensor) -> tf.Tensor:
+        """Return [0 or NaN, 0, 0 or NaN] over all replicas: finiteness of results and data; no loss."""
+        poison = zero_if_finite(tf.nest.flatten((batch.inputs, batch.targets)))
+        local = tf.stack([zero_if_finite(watched), tf.constant(0.0), poison])
+        return self._backend.all_reduce(tf.where(samples > 0, local, tf.zeros_like(local)), name="own_step//totals")
+
+
+def take_step(
+    model: Any, batch: Batch, exchange: OptimizerExchange, logs: StepLogs, *, measure: bool
+) -> list[tf.Tensor]:
+    """Call the model's `train_step` on a replica's batch; return values that must be finite.
+
+    Raises ConfigError if it trains nothing, or returns invalid results.
+    """
+    samples = number_of_samples(batch)
+    still = [*updated_statistics(model), *logs.variables()]
+    with (
+        exchange.exchanging(samples, measure=measure),
+        logs.recording(),
+        restored_if_empty(still, batch.has_samples),
+    ):
+        returned = take_train_step(model, batch)
+    if not exchange.used:
+        raise applies_nothing(model)
+    return logs.take(returned, samples)
+
+
+class OptimizersUpdate(UpdateRule):
+    """Owns the state of a model's optimizers, under `optimizer/` and `optimizers/PATH/`.
+
+    An optimizer that the step does not use, such as the default one of `compile()`, has none.
+    """
+
+    def __init__(self, backend: Backend, model: Any, optimizers: Mapping[str, Any]) -> None:
+        self._optimizers = optimizers
+        super().__init__(backend, model, optimizers.get(MAIN, next(iter(optimizers.values()))))
+
+    def named_tensors(self) -> dict[str, NamedTensor]:
+        """Return the state of all optimizers by path."""
+        structure = structure_of(self.model)
+        tensors: dict[str, NamedTensor] = {}
+        for path, optimizer in self._optimizers.items():
+            if optimizer.built:
+                prefix = MAIN if path == MAIN else f"optimizers/{path}"
+                tensors |= replicated_slots(optimizer, structure, prefix)
+        return tensors
+
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        """Swap in each optimizer's EMA of its weights."""
+        return self._averages()
+
+    @contextmanager
+    def _averages(self) -> Iterator[None]:
+        pairs = [pair for optimizer in self._optimizers.values() for pair in _averages_of(optimizer)]
+        with replaced_weights([(variable, average) for variable, average in pairs if average is not None]):
+            yield
+
+    def _build_optimizer(self) -> None:
+        """Build a single optimizer for all trained variables; several are built on first use."""
+        if MAIN in self._optimizers and (len(self._optimizers) == 1 or self._optimizers[MAIN].built):
+            super()._build_optimizer()
+
+
+def _averages_of(optimizer: Any) -> list[tuple[Any, Any]]:
+    if not has_averages(optimizer):
+        return []
+    inner = innermost(optimizer)
+    return [(variable, average_of(inner, variable)) for variable in trained_variables(inner)]
+
+
+def applies_once(model: Any, batch: Batch, logs: StepLogs) -> bool:
+    """Return whether a `train_step` applies gradients once, with `self.optimizer`, and reads no updated variable.
+
+    Its gradients can then be taken out of it, and be applied by an update rule. The step is traced without applying
+    anything; the graph is discarded. Raises ConfigError if it applies nothing.
+    """
+    places: list[int] = []
+    known = {id(each) for found in optimizers_of(model).values() for each in (found, innermost(found))}
+
+    @as_written
+    def elsewhere(optimizer: Any, grads: Any, trainable_variables: Any = None) -> None:
+        if id(optimizer) not in known:
+            raise stranger(model, optimizer)
+        places.append(-1)
+
+    def step(batch: Batch) -> None:
+        graph = tf.compat.v1.get_default_graph()
+        places.clear()  # TensorFlow traces again where variables were made
+
+        @as_written
+        def apply(grads: Any, trainable_variables: Any = None) -> None:
+            places.append(_place(graph))
+            trained = {id(unwrap(variable)) for variable in model.trainable_variables}
+            if not trained.issuperset(id(unwrap(variable)) for variable in trainable_variables or ()):
+                places.append(-1)
+
+        with ExitStack() as stack:
+            stack.enter_context(replaced_in_this_thread(keras.optimizers.Optimizer, "apply", elsewhere))
+            if model.optimizer is not None:
+                stack.enter_context(replaced(model.optimizer, "apply", apply))
+            stack.enter_context(logs.recording())
+            logs.take(take_train_step(model, batch), number_of_samples(batch))
+
+    graph = tf.function(step, autograph=False).get_concrete_function(batch).graph
+    if not places:
+        raise applies_nothing(model)
+    if len(places) != 1 or places[0] < 0:
+        return False
+    handles = {id(unwrap(variable).handle) for variable in model.trainable_variables}
+    captured = {id(inner) for outer, inner in graph.captures if id(outer) in handles}
+    later = graph.get_operations()[places[0] :]
+    return not any(id(tensor) in captured for operation in later for tensor in operation.inputs)
+
+
+def unapplied(model: Any, batch: Batch) -> Any:
+    """Return the result of a `train_step` whose optimizers apply nothing."""
+
+    @as_written
+    def apply(optimizer: Any, grads: Any, trainable_variables: Any = None) -> None:
+        pass
+
+    with replaced_in_this_thread(keras.optimizers.Optimizer, "apply", apply):
+        return take_train_step(model, batch)
+
+
+def _place(graph: Any) -> int:
+    """Return the number of operations in `graph`; -1 within a loop, a branch or a function of it."""
+    inside = tf.compat.v1.get_default_graph() is graph
+    return len(graph.get_operations()) if inside else -1
+
+
+def _distributed(optimizer: Any, backend: Backend, options: StepOptions) -> DistributedOptimizer:
+    return DistributedOptimizer(
+        optimizer,
+        op=options.reduce_op,
+        compression=options.compression,
+        groups=options.gradient_groups,
+        sparse_as_dense={"auto": None, "gather": False, "dense": True}[options.sparse_gradients],
+        gradient_predivide_factor=options.predivide,
+        clip_norm=options.clip_norm,
+        clip_value=options.clip_value,
+        exchange=backend,
+    )

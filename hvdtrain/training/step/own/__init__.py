@@ -1,1 +1,0 @@
-"""Models with their own `train_step`: Keras' semantics, over all replicas; start with `train_step.py`."""

@@ -1,0 +1,232 @@
+"""Losses and figures of every kind, against `Model.fit` and `Model.evaluate` of Keras in one process."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from world import World, computing_in, flat_bytes
+from worlds import worlds
+
+import hvdtrain
+
+SAMPLES, BATCH, EPOCHS = 44, 8, 4  # five full batches and one of 4
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(SAMPLES, 6))
+VALUES = RNG.normal(size=(SAMPLES, 1))
+WEIGHTS = RNG.random(SAMPLES) * (RNG.random(SAMPLES) > 0.3)
+TOKENS = RNG.integers(0, 9, (SAMPLES, 7)) * (RNG.random((SAMPLES, 7)) > 0.3)
+CLASSES = RNG.integers(0, 3, SAMPLES)
+TAGS = RNG.integers(0, 5, (SAMPLES, 7))
+SOME_IGNORED = np.where(np.arange(SAMPLES) < 10, -1, RNG.integers(-1, 4, SAMPLES))
+
+Case = tuple[keras.Model, dict[str, Any], tuple[Any, ...]]
+"""A model, the arguments of its `compile`, and x, y and sample weights."""
+
+
+class MeanPenalty(keras.layers.Layer):
+    """Adds a mean over the samples, and keeps a figure of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate = keras.metrics.Mean(name="rate")
+
+    def call(self, x: Any) -> Any:
+        self.add_loss(0.1 * keras.ops.mean(x**2))
+        self.rate.update_state(x**2)
+        return x
+
+
+class SumPenalty(keras.layers.Layer):
+    """Adds a sum over the samples."""
+
+    def call(self, x: Any) -> Any:
+        self.add_loss(0.01 * keras.ops.sum(x**2))
+        return x
+
+
+class EachPenalty(keras.layers.Layer):
+    """Adds one value for each sample, which Keras sums."""
+
+    def call(self, x: Any) -> Any:
+        self.add_loss(0.01 * keras.ops.sum(x**2, axis=-1))
+        return x
+
+
+class OwnStep(keras.Model):
+    """A model with a `train_step` that computes its loss by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.out = keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)
+        self.mean = keras.metrics.Mean(name="loss")
+
+    def call(self, x: Any) -> Any:
+        return self.out(self.hidden(x))
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+        variables = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        self.mean.update_state(loss, sample_weight=tf.shape(x)[0])
+        return {"loss": self.mean.result()}
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.mean]
+
+
+def cross_entropy(**options: Any) -> Any:
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True, **options)
+
+
+def perceptron(*layers: Any, outputs: int = 1, **options: Any) -> keras.Model:
+    hidden = [keras.layers.Dense(8, "tanh"), *layers]
+    return keras.Sequential([keras.Input((6,)), *hidden, keras.layers.Dense(outputs, **options)])
+
+
+def tagger() -> tuple[Any, Any]:
+    tokens = keras.Input((7,), dtype="int32")
+    embedded = keras.layers.Embedding(9, 6, mask_zero=True)(tokens)
+    return tokens, keras.layers.LSTM(5, return_sequences=True)(embedded)
+
+
+def masked_sequence() -> Case:
+    tokens, hidden = tagger()
+    model = keras.Model(tokens, keras.layers.Dense(5, kernel_regularizer="l2")(hidden))
+    return model, {"loss": cross_entropy(), "metrics": ["accuracy"]}, (TOKENS, TAGS)
+
+
+def masked_sequence_beside_another_output() -> Case:
+    tokens, hidden = tagger()
+    pooled = keras.layers.GlobalAveragePooling1D()(hidden)
+    outputs = {
+        "intent": keras.layers.Dense(3, name="intent")(pooled),
+        "slots": keras.layers.Dense(5, name="slots")(hidden),
+    }
+    losses = dict.fromkeys(outputs, cross_entropy())
+    metrics = {name: ["accuracy"] for name in outputs}
+    return (
+        keras.Model(tokens, outputs),
+        {"loss": losses, "metrics": metrics},
+        (TOKENS, {"intent": CLASSES, "slots": TAGS}),
+    )
+
+
+def ignored_class() -> Case:
+    return perceptron(outputs=4), {"loss": cross_entropy(ignore_class=-1)}, (X, SOME_IGNORED)
+
+
+def mean_of_weights() -> Case:
+    loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+    metrics = {"metrics": ["mae"], "weighted_metrics": ["mae"]}
+    return perceptron(kernel_regularizer="l2"), {"loss": loss, **metrics}, (X, VALUES, WEIGHTS)
+
+
+def sum_of_losses() -> Case:
+    return perceptron(), {"loss": keras.losses.MeanSquaredError(reduction="sum")}, (X, VALUES)
+
+
+def weights_of_samples() -> Case:
+    return perceptron(), {"loss": "mse", "weighted_metrics": ["mae"]}, (X, VALUES, WEIGHTS)
+
+
+def mean_that_a_layer_adds() -> Case:
+    return perceptron(MeanPenalty()), {"loss": "mse", "metrics": ["mae"]}, (X, VALUES)
+
+
+def sum_that_a_layer_adds() -> Case:
+    return perceptron(SumPenalty()), {"loss": "mse", "metrics": ["mae"]}, (X, VALUES)
+
+
+def value_of_each_sample_that_a_layer_adds() -> Case:
+    return perceptron(EachPenalty()), {"loss": "mse"}, (X, VALUES)
+
+
+def target_in_a_list() -> Case:
+    return perceptron(), {"loss": "mse"}, (X, [VALUES])
+
+
+def metric_along_an_axis() -> Case:
+    metrics = [keras.metrics.CosineSimilarity(axis=1), keras.metrics.R2Score()]
+    return perceptron(), {"loss": "mse", "metrics": metrics}, (X, VALUES)
+
+
+def loss_in_a_train_step() -> Case:
+    return OwnStep(), {}, (X, VALUES)
+
+
+EXACT = (
+    masked_sequence,
+    ignored_class,
+    mean_of_weights,
+    sum_of_losses,
+    weights_of_samples,
+    mean_that_a_layer_adds,
+    sum_that_a_layer_adds,
+    value_of_each_sample_that_a_layer_adds,
+    target_in_a_list,
+    metric_along_an_axis,
+    loss_in_a_train_step,
+)
+"""Cases that are equal with accumulation, too."""
+
+
+def compiled(case: Callable[[], Case], seed: int) -> tuple[keras.Model, dict[str, Any]]:
+    """Return a model with weights, and the data as keyword arguments."""
+    keras.utils.set_random_seed(seed)
+    model, arguments, (x, y, *weights) = case()
+    model.compile(keras.optimizers.SGD(0.05), jit_compile=False, **arguments)
+    model(x[:2])
+    return model, {"x": x, "y": y, "sample_weight": weights[0] if weights else None}
+
+
+def by_keras(case: Callable[[], Case]) -> tuple[list[np.ndarray], dict[str, list[float]], dict[str, float]]:
+    """Return weights, History and the evaluation of one process."""
+    with computing_in("float64"):
+        model, data = compiled(case, 3)
+        history = model.fit(**data, batch_size=BATCH, epochs=EPOCHS, shuffle=False, verbose=0).history
+        scores = model.evaluate(**data, batch_size=BATCH, verbose=0, return_dict=True) if has_test_step(model) else {}
+    return model.get_weights(), history, scores
+
+
+def has_test_step(model: keras.Model) -> bool:
+    return not isinstance(model, OwnStep)
+
+
+def assert_same(world: World, case: Callable[[], Case], *, figures: bool = True, **options: Any) -> None:
+    weights, history, scores = world.reference(by_keras, case)
+    with computing_in("float64"):
+        model, data = compiled(case, 3 + world.rank)
+        trainer = hvdtrain.Trainer(model, backend=world.backend, **options)
+        found = trainer.fit(**data, batch=BATCH, epochs=EPOCHS, shuffle=False, verbose=0).history
+        own = trainer.evaluate(**data, batch=BATCH, verbose=0, return_dict=True) if has_test_step(model) else {}
+    mine, label = trainer.model.get_weights(), f"{case.__name__} {options}"
+    assert world.same_everywhere(flat_bytes(mine)), label
+    for ours, theirs in zip(mine, weights, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-11, atol=1e-13, err_msg=label)
+    if figures:
+        assert list(found) == list(history), (label, list(found), list(history))
+        assert list(own) == list(scores), (label, list(own), list(scores))
+        for name in history:
+            np.testing.assert_allclose(found[name], history[name], rtol=1e-11, atol=1e-15, err_msg=f"{label} {name}")
+        for name in scores:
+            np.testing.assert_allclose(own[name], scores[name], rtol=1e-11, atol=1e-15, err_msg=f"{label} {name}")
+
+
+@worlds("mpirun-2", "gloo-2")
+@worlds("mpirun-1", "gloo-4", extended=True)
+def check_every_loss_is_that_of_keras(world: World) -> None:
+    for case in (*EXACT, masked_sequence_beside_another_output):
+        assert_same(world, case)
+
+
+@worlds("mpirun-2", extended=True)
+def check_every_loss_is_that_of_keras_with_microbatches_and_shards(world: World) -> None:
+    for case in EXACT:
+        assert_same(world, case, accumulate=2)
+        if case is not loss_in_a_train_step:
+            assert_same(world, case, zero=3)
