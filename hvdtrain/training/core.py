@@ -42,6 +42,7 @@ from hvdtrain.training.compile_settings import Objective, merge_compile_settings
 from hvdtrain.training.elastic import Commits, HostsCheck
 from hvdtrain.training.evaluation.evaluate import Evaluation, EvaluationHooks, broadcast_first_weights, weights_of
 from hvdtrain.training.loop.hooks import Actions
+from hvdtrain.training.loop.keras_callbacks import evaluation_callbacks
 from hvdtrain.training.loop.loop import Plan
 from hvdtrain.training.loop.result import FitResult
 from hvdtrain.training.loop.standard_hooks import StandardTraining
@@ -146,14 +147,20 @@ class TrainerCore:
             self.backend.check_changing(self._state.changing())
         return self._state
 
-    def evaluate_on(self, batches: Iterable[Batch]) -> Evaluation:
-        """Evaluate on this replica's batches, which must be re-iterable. Collective."""
+    def evaluate_on(self, batches: Iterable[Batch], callbacks: Sequence[Any] = ()) -> Evaluation:
+        """Evaluate on this replica's batches, which must be re-iterable, as must be the `callbacks`. Collective."""
         for first in batches:
             self.build_on(first)
             break
         self.rule.consolidate()
         self._broadcast_first_weights()
-        return self._evaluate(batches)
+        called = evaluation_callbacks(callbacks, self.model, self.backend)
+        if called is None:
+            return self._evaluate(batches)
+        called.begin_evaluation()
+        outcome = self._evaluate(batches, called)
+        called.end_evaluation(outcome.as_dict())
+        return outcome
 
     def build(self, data: TrainingData) -> None:
         """Build model and optimizer if necessary, and check loss and metrics."""

@@ -17,6 +17,7 @@ from hvdtrain.training.evaluation.evaluate import Score, Scores
 from hvdtrain.training.evaluation.predict import build_for, own_outputs, prediction_batches
 from hvdtrain.training.fit_arguments import VALIDATION_BATCH, DataArguments, FitArguments, ValidationArguments
 from hvdtrain.training.fitting import FitRequest, FittingTrainer
+from hvdtrain.training.loop.keras_callbacks import evaluation_callbacks
 from hvdtrain.training.loop.result import FitResult
 from hvdtrain.training.rank_inputs import evaluation_data
 from hvdtrain.training.run_info import show_evaluation
@@ -166,8 +167,9 @@ class Trainer(FittingTrainer):
         verbose: str | int = "auto",
         sample_weight: Any = None,
         steps: int | None = None,
-        *,
+        callbacks: Sequence[Any] | None = None,
         return_dict: bool = False,
+        *,
         batch: int | None = None,
         shard: str | None = None,
     ) -> Score | Scores | dict[str, Any]:
@@ -182,6 +184,7 @@ class Trainer(FittingTrainer):
             verbose: whether rank 0 prints the metrics: "auto", 1 or 2; 0 for silence.
             sample_weight: weight of each sample, for arrays.
             steps: number of batches to evaluate; default: all.
+            callbacks: Keras callbacks, on every rank or on none; see `fit`.
             return_dict: return loss and metrics as a dict, as in Keras.
             batch: samples per step over all ranks, instead of `batch_size`; default: 256.
             shard: as for `fit`.
@@ -191,13 +194,14 @@ class Trainer(FittingTrainer):
             DataError: unusable data.
         """
         sizes = {"batch_size": batch_size, "batch": batch, "steps": steps}
-        given = {"x": x, "y": y, "sample_weight": sample_weight, "shard": shard}
+        given = {"x": x, "y": y, "sample_weight": sample_weight, "callbacks": bool(callbacks), "shard": shard}
         agree_on_call(self.backend, "evaluate", {**given, **sizes})
         check_counts(sizes)
         check_shard(shard)
         size = global_batch(batch_size, batch, self.backend) or VALIDATION_BATCH
         data = combined(x, y, sample_weight)
-        outcome = self.evaluate_on(evaluation_data(data, self.backend, batch=size, steps=steps, shard=shard))
+        batches = evaluation_data(data, self.backend, batch=size, steps=steps, shard=shard)
+        outcome = self.evaluate_on(batches, callbacks or ())
         show_evaluation(outcome, self.backend, verbose)
         return dict(sorted(outcome.as_dict().items())) if return_dict else outcome.as_keras(self.model)
 
@@ -207,6 +211,7 @@ class Trainer(FittingTrainer):
         batch_size: int | None = None,
         verbose: str | int = "auto",
         steps: int | None = None,
+        callbacks: Sequence[Any] | None = None,
         *,
         batch: int | None = None,
         shard: str | None = None,
@@ -221,6 +226,7 @@ class Trainer(FittingTrainer):
             batch_size: samples per step and rank, for arrays.
             verbose: ignored; nothing is printed.
             steps: number of batches to predict; default: all.
+            callbacks: Keras callbacks, on every rank or on none; see `fit`.
             batch: samples per step over all ranks, instead of `batch_size`; default: 256.
             shard: "rank" if each rank passes its own inputs: it gets the outputs for these alone.
 
@@ -229,7 +235,7 @@ class Trainer(FittingTrainer):
             DataError: no inputs, or ranks with different inputs.
         """
         sizes = {"batch_size": batch_size, "batch": batch, "steps": steps}
-        agree_on_call(self.backend, "predict", {"x": x, "shard": shard, **sizes})
+        agree_on_call(self.backend, "predict", {"x": x, "callbacks": bool(callbacks), "shard": shard, **sizes})
         check_counts(sizes)
         check_shard(shard)
         size = global_batch(batch_size, batch, self.backend) or VALIDATION_BATCH
@@ -241,7 +247,9 @@ class Trainer(FittingTrainer):
         if self._rule is not None or is_built_sharded(self.model):
             self.rule.consolidate()
         self._broadcast_first_weights()
+        called = evaluation_callbacks(callbacks, self.model, self.backend)
+        listed = None if called is None else called.list
         with self.averaged_weights():
             if shard is not None and self.backend.processes > 1:
-                return own_outputs(self.model, batches)
-            return self._predictor(batches)
+                return own_outputs(self.model, batches, listed)
+            return self._predictor(batches, listed)

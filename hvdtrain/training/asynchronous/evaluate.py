@@ -13,6 +13,7 @@ from hvdtrain.backends.protocol import Backend, Future, Workers
 from hvdtrain.config.errors import DataError
 from hvdtrain.data.batch import Batch
 from hvdtrain.training.evaluation.evaluate import Evaluation, EvaluationHooks, evaluation_of
+from hvdtrain.training.evaluation.predict import joined
 from hvdtrain.training.step.batches import inputs_for
 from hvdtrain.training.step.logs import StepLogs, Value, metric_value
 from hvdtrain.training.step.loss_terms import Kind
@@ -113,9 +114,7 @@ class AsynchronousPredictor:
             reduce_retracing=True,
         )
 
-    def __call__(self, batches: Iterable[Batch]) -> Any:
+    def __call__(self, batches: Iterable[Batch], callbacks: Any = None) -> Any:
         """Return the outputs [samples, …] in the model's structure and input order. Raises DataError if empty."""
         outcomes = [self._workers.schedule(self._outputs, batch.inputs) for batch in batches]
-        if not outcomes:
-            raise DataError("There is nothing to predict: the data hold no samples.")
-        return tf.nest.map_structure(lambda *arrays: np.concatenate(arrays), *(one.fetch() for one in outcomes))
+        return joined(outcomes, lambda one: one.fetch(), callbacks)

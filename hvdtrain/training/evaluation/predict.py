@@ -1,6 +1,6 @@
 """Predictions over all replicas, in the order of the inputs."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -26,12 +26,12 @@ class Predictor:
             lambda batch: backend.run(self._outputs_of, batch), autograph=False, reduce_retracing=True
         )
 
-    def __call__(self, batches: Iterable[Batch]) -> Any:
-        """Return the outputs [samples, …] in the model's structure. Raises DataError if empty. Collective."""
-        parts = [tf.nest.map_structure(lambda t: t.numpy(), self._outputs(batch)) for batch in in_step(batches)]
-        if not parts:
-            raise DataError("There is nothing to predict: the data hold no samples.")
-        return tf.nest.map_structure(lambda *arrays: np.concatenate(arrays), *parts)
+    def __call__(self, batches: Iterable[Batch], callbacks: Any = None) -> Any:
+        """Return the outputs [samples, …] in the model's structure. Raises DataError if empty. Collective.
+
+        `callbacks` is a Keras CallbackList.
+        """
+        return joined(in_step(batches), lambda batch: numpy_of(self._outputs(batch)), callbacks)
 
     def _outputs_of(self, batch: Batch) -> Any:
         batch = replica_slice(batch, self._backend)
@@ -55,15 +55,38 @@ def build_for(model: Any, batches: Iterable[Batch]) -> None:
         model(inputs_for(model, next(iter(batches)).inputs), training=False)
 
 
-def own_outputs(model: Any, batches: Iterable[Batch]) -> Any:
+def own_outputs(model: Any, batches: Iterable[Batch], callbacks: Any = None) -> Any:
     """Return the outputs [samples, …] for this rank's batches, without communication."""
     call = tf.function(lambda batch: model.predict_step(keras_data(batch)), autograph=False, reduce_retracing=True)
-    parts = []
-    for batch in batches:
-        outputs = call(batch)
+
+    def of(batch: Batch) -> Any:
         rows = None if float(batch.has_samples) else 0
-        parts.append(tf.nest.map_structure(lambda tensor, end=rows: tensor[:end].numpy(), outputs))
+        return tf.nest.map_structure(lambda tensor: tensor[:rows].numpy(), call(batch))
+
+    return joined(batches, of, callbacks)
+
+
+def joined(batches: Iterable[Any], outputs_of: Callable[[Any], Any], callbacks: Any = None) -> Any:
+    """Return the outputs of all batches, calling the `callbacks` as Keras does. Raises DataError if there are none."""
+    parts = []
+    if callbacks is not None:
+        callbacks.on_predict_begin()
+    for number, batch in enumerate(batches):
+        if callbacks is not None:
+            callbacks.on_predict_batch_begin(number)
+        parts.append(outputs_of(batch))
+        if callbacks is not None:
+            callbacks.on_predict_batch_end(number, {"outputs": parts[-1]})
+    if callbacks is not None:
+        callbacks.on_predict_end()
+    if not parts:
+        raise DataError("There is nothing to predict: the data hold no samples.")
     return tf.nest.map_structure(lambda *arrays: np.concatenate(arrays), *parts)
+
+
+def numpy_of(outputs: Any) -> Any:
+    """Return a nest of tensors as arrays."""
+    return tf.nest.map_structure(lambda tensor: tensor.numpy(), outputs)
 
 
 def prediction_batches(

@@ -1,7 +1,7 @@
 """Keras callbacks in the training loop, through Keras' CallbackList."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import keras
@@ -130,6 +130,17 @@ def callbacks_of_all(
     )
 
 
+def evaluation_callbacks(callbacks: Sequence[Any] | None, model: Any, backend: Backend) -> "KerasCallbacks | None":
+    """Return the caller of the callbacks of `evaluate` or `predict`, if any, which every rank has. Collective.
+
+    Raises ConfigError for an unsupported callback.
+    """
+    if not callbacks:
+        return None
+    needs = needs_of_all(callbacks, backend)
+    return KerasCallbacks(callbacks, needs, model, backend, {}, averaged_weights=nullcontext, add_history=False)
+
+
 def that_change_training(callbacks: Sequence[Any]) -> str:
     """Return the names of Keras callbacks that set weights or rates."""
     return ", ".join(type(callback).__name__ for callback in _that_change_training(callbacks)) or "none"
@@ -154,6 +165,7 @@ class KerasCallbacks(EvaluationHooks):
         model: its optimizer is the one in use.
         params: the callbacks' `params`.
         averaged_weights: swaps in the EMA of the weights inside a context.
+        add_history: record Keras' History.
     """
 
     def __init__(
@@ -165,12 +177,14 @@ class KerasCallbacks(EvaluationHooks):
         params: Mapping[str, Any],
         *,
         averaged_weights: Callable[[], AbstractContextManager[None]],
+        add_history: bool = True,
     ) -> None:
         mine = [callback for callback in tf.nest.flatten(list(callbacks)) if _acts(callback, backend.primary)]
         self._backend = backend
         self._model = model
         self._averaged_weights = averaged_weights
-        self._list = _callbacks.CallbackList(mine, add_history=True, model=model, **params)
+        self.list = _callbacks.CallbackList(mine, add_history=add_history, model=model, **params)
+        """Keras' own, of this replica's callbacks."""
         # Per-step metrics cost an exchange and a wait, so they are computed only if a callback needs them.
         self.needs = needs
         self._logs: dict[str, Any] = {}
@@ -187,11 +201,11 @@ class KerasCallbacks(EvaluationHooks):
 
     def states(self) -> list[dict[str, Any]]:
         """Return the callbacks' states, for `begin` of a resumed training."""
-        return callback_states(self._list.callbacks)
+        return callback_states(self.list.callbacks)
 
     def held_weights(self, paths: Sequence[str]) -> dict[str, np.ndarray]:
         """Return the best weights held by the callbacks."""
-        return held_weights(self._list.callbacks, paths)
+        return held_weights(self.list.callbacks, paths)
 
     def begin(
         self,
@@ -201,53 +215,53 @@ class KerasCallbacks(EvaluationHooks):
     ) -> None:
         """Begin training, restoring callback states and best weights. Collective."""
         self._holders = Holders(self._backend, self._weights())
-        self._list.on_train_begin()
-        restore_callbacks(self._list.callbacks, states, held, paths)
+        self.list.on_train_begin()
+        restore_callbacks(self.list.callbacks, states, held, paths)
         self._agreed(weights=True)
 
     def end(self) -> None:
         """End training. Collective."""
-        self._list.on_train_end(dict(self._logs))
+        self.list.on_train_end(dict(self._logs))
         self._agreed(weights=True)
 
     def begin_step(self, step: StepEnd) -> None:
         """Begin a step, and its epoch with the first one."""
         if step.place == 0 or step.first:
-            self._list.on_epoch_begin(step.epoch)
+            self.list.on_epoch_begin(step.epoch)
         if self.needs.batches:
-            self._list.on_train_batch_begin(step.place)
+            self.list.on_train_batch_begin(step.place)
 
     def end_step(self, step: StepEnd, metrics: Callable[[], Mapping[str, Any]]) -> None:
         """End a step, with the results of the epoch so far.
 
         `metrics` is a collective: all replicas call this, or none.
         """
-        self._list.on_train_batch_end(step.place, dict(metrics()))
+        self.list.on_train_batch_end(step.place, dict(metrics()))
 
     def begin_evaluation(self) -> None:
         """Begin the validation."""
-        self._list.on_test_begin()
+        self.list.on_test_begin()
 
     def begin_test_step(self, number: int) -> None:
         """Begin a validation batch."""
         if self.needs.test_batches:
-            self._list.on_test_batch_begin(number)
+            self.list.on_test_batch_begin(number)
 
     def end_test_step(self, number: int, so_far: Callable[[], Mapping[str, Any]]) -> None:
         """End a validation batch, with loss and metrics so far."""
         if self.needs.test_batches:
-            self._list.on_test_batch_end(number, dict(so_far()))
+            self.list.on_test_batch_end(number, dict(so_far()))
 
     def end_evaluation(self, logs: Mapping[str, Any]) -> None:
         """End the validation, with its loss and metrics."""
-        self._list.on_test_end(dict(logs))
+        self.list.on_test_end(dict(logs))
 
     def end_epoch(self, epoch: int, logs: Mapping[str, Any]) -> None:
         """End an epoch, with loss, metrics and validation metrics (`val_`)."""
         self._logs = dict(logs)
         # Weights saved for this metric must be the evaluated ones.
         with self._averaged_weights():
-            self._list.on_epoch_end(epoch, dict(logs))
+            self.list.on_epoch_end(epoch, dict(logs))
 
     def agree(self, step: StepEnd) -> Outcome:
         """Stop if a callback of any replica requests it. Collective.

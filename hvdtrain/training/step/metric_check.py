@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from hvdtrain.compat.keras import compiled_metrics
+from hvdtrain.compat.keras import compiled_metrics, function_of_metric
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.training.step.added_losses import unchanged
 from hvdtrain.training.step.logs import metrics_of
@@ -25,7 +25,9 @@ class _Call(NamedTuple):
 
 
 def check_sums(model: Any, step: Callable[[], Any]) -> None:
-    """Reject a metric, of a class that is not Keras', whose state after samples A and B is not state(A) + state(B).
+    """Reject a metric that is not Keras' own, whose state after samples A and B is not state(A) + state(B).
+
+    So are functions that return one number for a whole batch.
 
     Args:
         model: compiled and built.
@@ -54,7 +56,8 @@ def check_sums(model: Any, step: Callable[[], Any]) -> None:
         if violates:
             raise ConfigError(
                 f"The metric {call.metric.name!r} cannot be summed over ranks: its state is not a sum over samples. "
-                "Keep sums and counts in its variables and form the value in result()."
+                "Keep sums and counts in its variables and form the value in result(); a function must return a value "
+                "for each sample."
             )
 
 
@@ -93,4 +96,9 @@ def _state(call: _Call, samples: slice) -> list[tf.Tensor]:
 
 
 def _of_keras(metric: Any) -> bool:
-    return type(metric).__module__.split(".")[0] == keras.__name__
+    function = function_of_metric(metric)
+    return all(_is_keras(each) for each in (type(metric), function) if each is not None)
+
+
+def _is_keras(thing: Any) -> bool:
+    return str(getattr(thing, "__module__", "")).split(".")[0] == keras.__name__

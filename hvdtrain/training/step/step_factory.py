@@ -49,7 +49,13 @@ from hvdtrain.training.update_rules.base import UpdateRule
 from hvdtrain.training.update_rules.select import DEFAULT, check_rule, chosen_rule, update_rule_for
 
 Evaluate = Callable[[Iterable[Batch], EvaluationHooks | None], Evaluation]
-Predict = Callable[[Iterable[Batch]], Any]
+
+
+class Predict(Protocol):
+    """Predicts by the model's `predict_step`."""
+
+    def __call__(self, batches: Iterable[Batch], callbacks: Any = None) -> Any:
+        """Return the outputs for `batches`, calling a Keras CallbackList. Collective."""
 
 
 class StepEvaluator(Protocol):
@@ -189,7 +195,8 @@ class KerasStepFactory:
                 tf.function(self._model.test_step, autograph=False).get_concrete_function(keras_data(batch))
                 return
         check_layers(self._model, self._options)  # there may be more of them by now
-        self._check_metrics(batch)
+        if self._backend.size > 1:
+            self._check_metrics(batch)
         self._added = self._evaluator.added = self._kinds_of_added_losses(batch)
         self._built = True
 

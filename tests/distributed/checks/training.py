@@ -77,15 +77,24 @@ class Largest(keras.metrics.Metric):
         return self.value
 
 
+def overlap(y_true: Any, y_pred: Any) -> Any:
+    """One number for a whole batch, as a Dice coefficient is."""
+    labels = tf.one_hot(tf.cast(tf.reshape(y_true, [-1]), tf.int32), y_pred.shape[-1])
+    shares = tf.nn.softmax(y_pred)
+    return 2 * tf.reduce_sum(labels * shares) / (tf.reduce_sum(labels) + tf.reduce_sum(shares**2))
+
+
 @worlds("mpirun-2", extended=True)
 def check_a_metric_that_is_no_sum_is_refused_by_name(world: World) -> None:
-    trainer = hvdtrain.Trainer(classifier(0), "sgd", CROSSENTROPY, [Largest()], backend=world.backend)
-    try:
-        trainer.fit(samples(), batch=16, verbose=False)
-    except ConfigError as error:
-        assert "'largest'" in str(error)
-    else:
-        raise AssertionError("a maximum was added up")
+    for metric, name in ((Largest(), "largest"), (overlap, "overlap")):
+        for use in ("fit", "evaluate"):
+            trainer = hvdtrain.Trainer(classifier(0), "sgd", CROSSENTROPY, [metric], backend=world.backend)
+            try:
+                getattr(trainer, use)(samples(), batch=16, verbose=False)
+            except ConfigError as error:
+                assert f"'{name}'" in str(error)
+            else:
+                raise AssertionError(f"{name} was added up by {use}")
 
 
 @worlds("mpirun-2", "gloo-1", "gloo-4", extended=True)

@@ -192,6 +192,38 @@ def test_evaluate_gives_what_keras_users_read(capsys):
     assert capsys.readouterr().out == f"evaluation  loss {loss:.4f}  accuracy {accuracy:.4f}\n"
 
 
+class Heard(keras.callbacks.Callback):
+    """Notes every call in its order, with the names in its logs."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+        for name in dir(keras.callbacks.Callback):
+            if name.startswith("on_"):
+                setattr(self, name, self.noting(name))
+
+    def noting(self, name):
+        def note(*args, **options):
+            numbers = [each for each in args if isinstance(each, int)]
+            logs = [sorted(each) for each in (*args, *options.values()) if isinstance(each, dict)]
+            self.calls.append((name, *numbers, *(names for names in logs if names)))
+
+        return note
+
+
+@pytest.mark.parametrize("call", ["evaluate", "predict"])
+def test_callbacks_are_called_as_by_keras(call):
+    data = (X, Y) if call == "evaluate" else (X,)
+    theirs, mine = Heard(), Heard()
+    getattr(compiled(), call)(*data, batch_size=10, verbose=0, callbacks=[theirs])
+    trainer = trainer_of()
+    getattr(trainer, call)(*data, batch_size=10, verbose=0, callbacks=[mine])
+    assert mine.calls == theirs.calls
+    assert mine.model is trainer.model
+    with pytest.raises(ConfigError, match=r"callbacks must be keras\.callbacks\.Callback objects"):
+        getattr(trainer, call)(*data, callbacks=["stop"])
+
+
 def test_predict_takes_what_keras_takes():
     trainer = trainer_of()
     expected = trainer.model.predict(X, verbose=0)
