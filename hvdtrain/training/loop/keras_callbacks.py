@@ -82,6 +82,8 @@ class CallbackNeeds(NamedTuple):
     anything: bool
     batches: bool
     test_batches: bool
+    ends_on_nan: bool
+    """A loss that is not finite ends the training by a callback, and is no error."""
 
 
 def needs_of_all(callbacks: Sequence[Any], backend: Backend) -> CallbackNeeds:
@@ -96,6 +98,7 @@ def needs_of_all(callbacks: Sequence[Any], backend: Backend) -> CallbackNeeds:
         anything=bool(flat),
         batches=any(map(_asks_for_batches, flat)),
         test_batches=any(map(_asks_for_test_batches, flat)),
+        ends_on_nan=any(isinstance(callback, _callbacks.TerminateOnNaN) for callback in flat),
     )
     everyone = gather(backend, mine._asdict())
     return CallbackNeeds(**{name: any(needs[name] for needs in everyone) for name in CallbackNeeds._fields})

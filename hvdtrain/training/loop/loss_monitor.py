@@ -45,6 +45,7 @@ class LossMonitor:
         start_place: position in the data, in steps over all epochs. Differs from `start_step` if earlier epochs had
             another number of steps.
         skips: whether overflowing steps are skipped, by a dynamic loss scale: their loss does not count.
+        raises: whether a loss or a parameter that is not finite is an error.
         epoch_sums: weighted losses and weights of the current epoch before a resume.
     """
 
@@ -55,12 +56,14 @@ class LossMonitor:
         start_place: int = 0,
         *,
         skips: bool = False,
+        raises: bool = True,
         epoch_sums: tuple[float, float] = (0.0, 0.0),
     ) -> None:
         self._steps_per_epoch = steps_per_epoch
         self._read = start_step
         self._place_of_step_0 = start_place - start_step
         self._skips = skips
+        self._raises = raises
         self._pending: list[tuple[Totals, Any]] = []
         self._bad_steps: list[BadStep] = []
         self._bad_data: int | None = None
@@ -152,7 +155,7 @@ class LossMonitor:
         if self._skips and self._bad_data is None:
             bad_loss = None
         # An activation can hide it from the loss: ReLU makes zeros of NaN.
-        if bad_loss is not None or not finite_parameters:
+        if self._raises and (bad_loss is not None or not finite_parameters):
             raise NonFiniteError(self._cause(bad_loss))
         if loss_scale is not None and loss_scale < MIN_LOSS_SCALE:
             raise NonFiniteError(

@@ -81,6 +81,7 @@ class StandardTraining:
             averaged_weights=actions.averaged_weights,
             verbose=verbose,
         )
+        self._ends_on_nan = self._callbacks is not None and self._callbacks.needs.ends_on_nan
         self._plan = plan
         self._activity = activity_of_rank()
         begin_best(plan.best, scalars, factory.metric_names(), validated=validation is not None)
@@ -93,10 +94,13 @@ class StandardTraining:
             scalars.step,
             scalars.place_in_data(data.steps_per_epoch) + plan.epoch_offset * data.steps_per_epoch,
             skips=has_dynamic_scale(state.optimizer),
+            raises=not self._ends_on_nan,
             epoch_sums=(scalars.progress.loss_sum, scalars.progress.loss_weight),
         )
         # A saved step is measured, and so checked before: no checkpoint holds non-finite values.
         measured = [plan.logged, *([plan.saved] if actions.save else ()), *([plan.committed] if actions.commit else ())]
+        if self._ends_on_nan:
+            measured.append(EVERY_STEP)  # the training ends after the step
         self.loop = TrainingLoop(
             backend,
             state,

@@ -312,7 +312,7 @@ def check_what_is_around_a_split_model(world: World) -> None:
     plain.finalize_variable_values(reference.trainable_variables)
     expected = reference(x).numpy()
     assert np.abs(outputs - expected).max() <= 1e-9 * np.abs(expected).max(), "predict"
-    assert abs(float(scores) - float(tf.reduce_mean(per_sample(y, expected)))) <= 1e-6
+    assert abs(scores.loss - float(tf.reduce_mean(per_sample(y, expected)))) <= 1e-6
     assert abs(scores["accuracy"] - np.mean(expected.argmax(-1) == y)) <= 1e-6
     with on_mesh(world, "dp=-1") as whole:
         with computing_in("float64"):

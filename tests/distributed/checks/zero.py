@@ -19,7 +19,7 @@ from builders import (
     wide_model,
 )
 from checks.update_rules import CLIP_NORM, assert_equal, averaged_alone, decaying_and_averaging, trained
-from world import World, flat_bytes, grappler, plain_training, relative_error
+from world import World, computing_in, flat_bytes, grappler, plain_training, relative_error
 from worlds import worlds
 
 import hvdtrain
@@ -87,6 +87,7 @@ def check_stages_2_and_3_train_like_one_process(world: World) -> None:
 
 
 @worlds("mpirun-2", extended=True)
+@computing_in("float64")
 def check_shared_weights_and_attention_train_like_one_process(world: World) -> None:
     """Microbatches in a loop, a rank without samples, weights that are used twice, and a regularizer."""
     expected = world.reference(tied_alone)

@@ -215,6 +215,22 @@ def test_a_nan_in_the_data_is_named_with_its_step(log_every):
         fitted(data=(x, Y), epochs=2, log_every=log_every)
 
 
+def test_a_nan_ends_the_training_by_keras_callback():
+    x = X.copy()
+    x[37, 2] = np.nan  # the third batch
+    theirs, mine = dense(), dense()
+    histories = []
+    for model in (theirs, Trainer(mine, sgd(), CROSSENTROPY)):
+        if model is theirs:
+            theirs.compile(sgd(), CROSSENTROPY)
+        callbacks = [keras.callbacks.TerminateOnNaN()]
+        options = {"batch_size": 16, "epochs": 2, "shuffle": False, "verbose": 0, "callbacks": callbacks}
+        histories.append(model.fit(x, Y, **options).history)
+    np.testing.assert_equal(histories[1], histories[0])
+    for ours, reference in zip(mine.get_weights(), theirs.get_weights(), strict=True):
+        np.testing.assert_array_equal(np.isnan(ours), np.isnan(reference))
+
+
 # -- evaluation --
 
 
