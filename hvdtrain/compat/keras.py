@@ -325,11 +325,6 @@ def function_of_metric(metric: Any) -> Any:
     return getattr(metric, "_fn", None)
 
 
-def metric_with_function(metric: Any) -> Any:
-    """Copy a MeanMetricWrapper with its function and arguments. Assumes `_fn` and `_fn_kwargs`."""
-    return type(metric)(metric._fn, metric.name, metric.dtype, **metric._fn_kwargs)
-
-
 @contextmanager
 def replaced_function(metric: Any, function: Callable[..., Any]) -> Iterator[None]:
     """Replace a metric's function inside the context. Assumes `update_state` calls `MeanMetricWrapper._fn`."""
@@ -429,11 +424,6 @@ def losses_by_output(model: Any) -> list[Any]:
     """Return a built model's loss objects, one per output with a loss. Assumes `CompileLoss._flat_losses`."""
     container = compiled_losses(model)
     return [] if container is None else [each.loss for each in container._flat_losses or ()]
-
-
-def compute_loss(model: Any, *, x: Any, y: Any, y_pred: Any, sample_weight: Any, training: bool) -> Any:
-    """Return the scalar loss of a model's outputs. Assumes `Trainer._compute_loss`."""
-    return model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
 
 
 def build_from(model: Any, data: Any) -> Any:

@@ -13,7 +13,7 @@ from hvdtrain.backends.protocol import Backend, Future, Workers
 from hvdtrain.config.errors import DataError
 from hvdtrain.data.batch import Batch
 from hvdtrain.training.evaluation.evaluate import Evaluation, EvaluationHooks, evaluation_of
-from hvdtrain.training.evaluation.predict import joined
+from hvdtrain.training.evaluation.predict import predicted
 from hvdtrain.training.step.batches import inputs_for
 from hvdtrain.training.step.logs import StepLogs, Value, metric_value
 from hvdtrain.training.step.loss_terms import Kind
@@ -117,4 +117,4 @@ class AsynchronousPredictor:
     def __call__(self, batches: Iterable[Batch], callbacks: Any = None) -> Any:
         """Return the outputs [samples, …] in the model's structure and input order. Raises DataError if empty."""
         outcomes = [self._workers.schedule(self._outputs, batch.inputs) for batch in batches]
-        return joined(outcomes, lambda one: one.fetch(), callbacks)
+        return predicted(outcomes, lambda one: one.fetch(), callbacks)

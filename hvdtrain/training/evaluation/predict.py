@@ -31,7 +31,7 @@ class Predictor:
 
         `callbacks` is a Keras CallbackList.
         """
-        return joined(in_step(batches), lambda batch: numpy_of(self._outputs(batch)), callbacks)
+        return predicted(in_step(batches), lambda batch: numpy_of(self._outputs(batch)), callbacks)
 
     def _outputs_of(self, batch: Batch) -> Any:
         batch = replica_slice(batch, self._backend)
@@ -63,10 +63,10 @@ def own_outputs(model: Any, batches: Iterable[Batch], callbacks: Any = None) -> 
         rows = None if float(batch.has_samples) else 0
         return tf.nest.map_structure(lambda tensor: tensor[:rows].numpy(), call(batch))
 
-    return joined(batches, of, callbacks)
+    return predicted(batches, of, callbacks)
 
 
-def joined(batches: Iterable[Any], outputs_of: Callable[[Any], Any], callbacks: Any = None) -> Any:
+def predicted(batches: Iterable[Any], outputs_of: Callable[[Any], Any], callbacks: Any = None) -> Any:
     """Return the outputs of all batches, calling the `callbacks` as Keras does. Raises DataError if there are none."""
     parts = []
     if callbacks is not None:

@@ -141,7 +141,15 @@ def evaluation_callbacks(callbacks: Sequence[Any] | None, model: Any, backend: B
     if not callbacks:
         return None
     needs = needs_of_all(callbacks, backend)
-    return KerasCallbacks(callbacks, needs, model, backend, {}, averaged_weights=nullcontext, add_history=False)
+    return KerasCallbacks(
+        callbacks,
+        needs=needs,
+        model=model,
+        backend=backend,
+        params={},
+        averaged_weights=nullcontext,
+        add_history=False,
+    )
 
 
 def that_change_training(callbacks: Sequence[Any]) -> str:

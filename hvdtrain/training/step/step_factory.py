@@ -197,7 +197,8 @@ class KerasStepFactory:
         check_layers(self._model, self._options)  # there may be more of them by now
         if self._backend.size > 1:
             self._check_metrics(batch)
-        self._added = self._evaluator.added = self._kinds_of_added_losses(batch)
+        if self._backend.size > 1 or self._options.accumulate > 1:
+            self._added = self._evaluator.added = self._kinds_of_added_losses(batch)
         self._built = True
 
     def update_rule(self) -> UpdateRule:

@@ -95,15 +95,18 @@ class Others:
 
 def test_what_one_rank_asks_for_all_give():
     plain = keras.callbacks.Callback()
-    assert needs_of_all([], Others()) == (False, False, False)
-    assert needs_of_all([plain], Others()) == (True, False, False)
-    assert needs_of_all([[plain], Noting()], Others()) == (True, True, True)
-    assert needs_of_all([], Others(b'{"anything": true, "batches": false, "test_batches": true}')) == (
-        True,
-        False,
-        True,
-    )
-    assert needs_of_all([keras.callbacks.ModelCheckpoint("x.keras", save_freq=3)], Others()) == (True, True, False)
-    assert needs_of_all([keras.callbacks.ModelCheckpoint("x.keras")], Others()) == (True, False, False)
+
+    def needed(callbacks, *others):
+        needs = needs_of_all(callbacks, Others(*others))
+        return {name for name, value in needs._asdict().items() if value}
+
+    assert needed([]) == set()
+    assert needed([plain]) == {"anything"}
+    assert needed([[plain], Noting()]) == {"anything", "batches", "test_batches"}
+    other = b'{"anything": true, "batches": false, "test_batches": true, "ends_on_nan": false}'
+    assert needed([], other) == {"anything", "test_batches"}
+    assert needed([keras.callbacks.ModelCheckpoint("x.keras", save_freq=3)]) == {"anything", "batches"}
+    assert needed([keras.callbacks.ModelCheckpoint("x.keras")]) == {"anything"}
+    assert needed([keras.callbacks.TerminateOnNaN()]) == {"anything", "batches", "ends_on_nan"}
     with pytest.raises(ConfigError, match=r"callbacks must be keras\.callbacks\.Callback objects"):
         needs_of_all([print], Others())
