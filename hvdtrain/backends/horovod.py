@@ -50,9 +50,6 @@ class HorovodBackend(AxisCollectives):
     def prepare(self, optimizer: Any) -> None:
         """No-op: Keras optimizers do not all-reduce under Horovod."""
 
-    def check_changing(self, variables: Mapping[str, tf.Variable]) -> None:
-        """No-op: plain variables may be updated in the forward pass."""
-
     @property
     def everyone(self) -> AxisCollectives:
         """Collectives among all ranks of the session's world."""

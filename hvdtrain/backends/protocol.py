@@ -207,9 +207,6 @@ class Backend(Collectives, Protocol):
     def prepare(self, optimizer: Any) -> None:
         """Make a Keras optimizer accept gradients that are already reduced."""
 
-    def check_changing(self, variables: Mapping[str, tf.Variable]) -> None:
-        """Reject unsupported variables (by path) updated in the forward pass."""
-
     @property
     def axes(self) -> Mapping[str, int]:
         """Sizes of the mesh axes with more than one rank."""

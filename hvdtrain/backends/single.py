@@ -53,9 +53,6 @@ class NoOpCollectives:
         """Return `batches` unchanged."""
         return batches
 
-    def check_changing(self, variables: Mapping[str, tf.Variable]) -> None:
-        """No-op: plain variables may be updated in the forward pass."""
-
     def all_reduce(
         self, tensor: tf.Tensor, *, name: str, op: ReduceOp = "sum", prescale: float = 1.0, postscale: float = 1.0
     ) -> tf.Tensor:

@@ -88,15 +88,6 @@ class StrategyBackend:
             disable_gradient_sums(optimizer)
             optimizer = getattr(optimizer, "inner_optimizer", None)
 
-    def check_changing(self, variables: Mapping[str, tf.Variable]) -> None:
-        """Reject variables that are shared by all replicas. Raises ConfigError naming the first one."""
-        if self.name == "central_storage" and variables:
-            raise ConfigError(
-                f"{opt('backend', 'central_storage')} holds one copy of each variable, which no layer may change in "
-                "its forward "
-                f"pass, as that of {next(iter(variables))} does. Use {opt('backend', 'mirrored')}."
-            )
-
     def _context(self, name: str) -> Any:
         """Return the replica context that `name` is reduced in."""
         context = tf.distribute.get_replica_context()

@@ -14,7 +14,6 @@ BackendName = Literal[
     "single",
     "mirrored",
     "multi_worker_mirrored",
-    "central_storage",
     "one_device",
     "tpu",
     "parameter_server",
@@ -22,7 +21,7 @@ BackendName = Literal[
 CommunicationName = Literal["auto", "ring", "nccl"]
 HierarchyName = Literal["auto", "always", "never"]
 MallocName = Literal["keep", "system"]
-WITH_REPLICAS: tuple[BackendName, ...] = ("mirrored", "central_storage")
+WITH_REPLICAS: tuple[BackendName, ...] = ("mirrored",)
 """Backends with several replicas in one process (`--replicas`)."""
 IN_ONE_PROCESS: tuple[BackendName, ...] = ("single", *WITH_REPLICAS, "one_device", "tpu")
 """Backends of a single process."""
@@ -44,7 +43,7 @@ class RuntimeConfig:
     backend: BackendName = "auto"
     """Distribution engine; auto: horovod under a launcher, else single."""
     replicas: int | None = None
-    """Replicas of mirrored and central_storage; None: one per GPU, or 2 on the CPU."""
+    """Replicas of mirrored; None: one per GPU, or 2 on the CPU."""
     communication: CommunicationName = "auto"
     """Transport of multi_worker_mirrored: ring (gRPC), nccl (GPUs), or auto (TensorFlow chooses)."""
     parameter_servers: int | None = None

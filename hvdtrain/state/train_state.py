@@ -115,10 +115,6 @@ class TrainState:
         own = self._statistics()
         return {path: tensor for path, tensor in self.named_tensors().items() if path not in own}
 
-    def changing(self) -> dict[str, tf.Variable]:
-        """Return by path the variables updated in the forward pass."""
-        return {**self._statistics(), **self.generators}
-
     def parameters(self) -> int:
         """Return the number of scalars in the full model's weights."""
         of_a_part: int | None = getattr(self.model, "whole_parameters", None)

@@ -112,9 +112,11 @@ class TrainerCore:
         """(Re)create everything that depends on the number of replicas."""
         optimizer, objective, notes = self._parts
         self.backend.prepare(optimizer)
-        self._factory = step_factory_for(
-            self.backend, model=self.model, optimizer=optimizer, objective=objective, options=self.options
-        )
+        # The sums of losses and metrics are each replica's own, where a process has several.
+        with self.backend.scope() if self.backend.local_size > 1 else nullcontext():
+            self._factory = step_factory_for(
+                self.backend, model=self.model, optimizer=optimizer, objective=objective, options=self.options
+            )
         self._rule: UpdateRule | None = None
         self._state: TrainState | None = None
         self._announcer = Announcer(self.backend, self.options, notes)
@@ -144,7 +146,6 @@ class TrainerCore:
                 self._state = TrainState(self.model, self.optimizer, self._seed, slots=self.rule.named_tensors)
             if self._scalars_before is not None:
                 self._state.restore(self._scalars_before)
-            self.backend.check_changing(self._state.changing())
         return self._state
 
     def evaluate_on(self, batches: Iterable[Batch], callbacks: Sequence[Any] = ()) -> Evaluation:

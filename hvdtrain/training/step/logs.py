@@ -1,5 +1,6 @@
 """Results of a model's steps over all replicas."""
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -52,7 +53,8 @@ class StepLogs:
         self._accumulate = accumulate
         self._figures: dict[str, Figure] = {}
         self._other: dict[str, tf.Variable] = {}
-        self._seen: dict[int, tuple[Any, str | None, Any]] = {}
+        self._seen: dict[int, dict[int, tuple[Any, str | None, Any]]] = {}
+        """Results of metrics by their identity, of each thread that traces: a strategy has one for each replica."""
         self._reported: dict[int, tf.Variable] = {}
         """Global sums at the last `progress`, by the identity of the metric's variable."""
 
@@ -64,10 +66,10 @@ class StepLogs:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Record which tensors are metric results, while a step is traced."""
-        self._seen = {}
+        seen = self._seen[threading.get_ident()] = {}
         with ExitStack() as stack:
             for metric in metrics_of(self._model):
-                stack.enter_context(replaced(metric, "result", self._noting(metric)))
+                stack.enter_context(replaced(metric, "result", _noting(metric, seen)))
             yield
 
     def take(self, logs: Any, samples: tf.Tensor, *, first: bool = True) -> list[tf.Tensor]:
@@ -91,7 +93,7 @@ class StepLogs:
                 weight = tf.cast(samples, tf.float64)
                 mine = tf.stack([tf.math.multiply_no_nan(tf.cast(value, tf.float64), weight), weight])
                 (figure.sums.assign_add if self._accumulate or not first else figure.sums.assign)(mine)
-        self._seen = {}
+        self._seen.pop(threading.get_ident(), None)
         losses = [name for name in values if "loss" in name]
         watched = ["loss"] if "loss" in values else losses or list(values)
         return [values[name][0] for name in watched]
@@ -186,17 +188,10 @@ class StepLogs:
         if id(variable) not in self._reported:
             with tf.init_scope():
                 zeros = tf.zeros(variable.shape, variable.dtype)
-                self._reported[id(variable)] = tf.Variable(zeros, trainable=False, name="reported")
+                # The same on all replicas of a strategy.
+                once = tf.VariableAggregation.ONLY_FIRST_REPLICA
+                self._reported[id(variable)] = tf.Variable(zeros, trainable=False, name="reported", aggregation=once)
         return self._reported[id(variable)]
-
-    def _noting(self, metric: Any) -> Callable[..., Any]:
-        def result(*args: Any, **kwargs: Any) -> Any:
-            value = type(metric).result(metric, *args, **kwargs)
-            for key, each in value.items() if isinstance(value, dict) else [(None, value)]:
-                self._seen[id(each)] = metric, key, each
-            return value
-
-        return result
 
     def _flat(self, logs: Any) -> dict[str, Any]:
         if not isinstance(logs, dict):
@@ -210,8 +205,9 @@ class StepLogs:
         return flat
 
     def _figure(self, name: str, value: Any) -> tuple[tf.Tensor, Figure]:
-        if id(value) in self._seen:
-            metric, key, _ = self._seen[id(value)]
+        seen = self._seen.get(threading.get_ident(), {})
+        if id(value) in seen:
+            metric, key, _ = seen[id(value)]
             return tf.convert_to_tensor(value), Figure(metric, key, None)
         try:
             given = tf.convert_to_tensor(value)
@@ -241,6 +237,18 @@ class StepLogs:
                     count += 1
                 named[key] = metric
         return named
+
+
+def _noting(metric: Any, seen: dict[int, tuple[Any, str | None, Any]]) -> Callable[..., Any]:
+    """Return a metric's `result` that notes its values in `seen`."""
+
+    def result(*args: Any, **kwargs: Any) -> Any:
+        value = type(metric).result(metric, *args, **kwargs)
+        for key, each in value.items() if isinstance(value, dict) else [(None, value)]:
+            seen[id(each)] = metric, key, each
+        return value
+
+    return result
 
 
 def metrics_of(model: Any) -> list[Any]:

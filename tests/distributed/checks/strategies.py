@@ -55,7 +55,7 @@ def another(world: World, name: Any) -> StrategyBackend:
 def backends_of(world: World) -> list[StrategyBackend]:
     if world.backend.name == "multi_worker_mirrored":
         return [world.backend]
-    return [world.backend, another(world, "central_storage"), another(world, "one_device")]
+    return [world.backend, another(world, "one_device")]
 
 
 def trained(backend: Any, kind: str, optimizer: str, dtype: str, seed: int = 0, **options: Any) -> hvdtrain.Trainer:
@@ -314,17 +314,6 @@ def check_what_is_refused(world: World) -> None:
     trainer = hvdtrain.Trainer(build, "sgd", CROSSENTROPY, backend=world.backend)
     with pytest.raises(ConfigError, match="does not divide among 2"):
         trainer.fit(samples(50), batch=15, verbose=False)
-
-
-@worlds("mirrored", "multi_worker_mirrored", extended=True)
-def check_central_storage_refuses_layers_that_change_variables(world: World) -> None:
-    if world.backend.name == "multi_worker_mirrored":
-        return
-    backend = another(world, "central_storage")
-    for layer in (keras.layers.BatchNormalization, lambda: keras.layers.Dropout(0.5)):
-        trainer = hvdtrain.Trainer(lambda layer=layer: classifier(0, layer()), "sgd", CROSSENTROPY, backend=backend)
-        with pytest.raises(ConfigError, match=r"central_storage. holds one copy of each variable"):
-            trainer.fit(samples(50), batch=16, verbose=False)
 
 
 @worlds("mirrored", "multi_worker_mirrored", extended=True)
