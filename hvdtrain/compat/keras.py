@@ -433,22 +433,24 @@ def build_from(model: Any, data: Any) -> Any:
 
     Assumes `compute_output_spec` of keras.src.backend creates variables as a call does.
     """
-    x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     outputs = keras_backend.compute_output_spec(model, _symbolic(x), training=False)
-    _, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    build_objective(model, outputs, y, sample_weight)
+    build_objective(model, inputs=x, outputs=outputs, targets=y, sample_weight=sample_weight)
     return outputs
 
 
-def build_objective(model: Any, outputs: Any, targets: Any, sample_weight: Any) -> None:
+def build_objective(model: Any, *, inputs: Any, outputs: Any, targets: Any, sample_weight: Any) -> None:
     """Create the variables of a compiled model's losses and metrics for such symbolic outputs.
 
-    Assumes `Trainer._compile_loss` and `_compile_metrics` are built by their first call.
+    Assumes `Trainer._compile_loss` and `_compile_metrics` are built by the first `compute_metrics` and `_compute_loss`.
     """
-    y, weight = _symbolic(targets), _symbolic(sample_weight)
-    for container in (compiled_losses(model), compile_metrics(model)):
+    x, y, weight = _symbolic(inputs), _symbolic(targets), _symbolic(sample_weight)
+    for container, compute, options in (
+        (compile_metrics(model), model.compute_metrics, {}),
+        (compiled_losses(model), model._compute_loss, {"training": False}),
+    ):
         if container is not None and not container.built:
-            keras_backend.compute_output_spec(container, y, outputs, weight)
+            keras_backend.compute_output_spec(compute, x, y, outputs, weight, **options)
 
 
 def _symbolic(tensors: Any) -> Any:

@@ -66,7 +66,13 @@ class PipelineStepFactory(KerasStepFactory):
     def _build(self, batch: Batch) -> None:
         outputs = self._stage_forward.symbolic_outputs()
         self.narrow_outputs = narrow(outputs)
-        build_objective(self._model, outputs, batch.targets, batch.sample_weight)
+        build_objective(
+            self._model,
+            inputs=batch.inputs,
+            outputs=outputs,
+            targets=batch.targets,
+            sample_weight=batch.sample_weight,
+        )
 
     def _kinds_of_added_losses(self, batch: Batch) -> tuple[Kind, ...]:
         """Stages add their own, and the cut refuses others."""
