@@ -173,6 +173,13 @@ EXACT = (
     loss_in_a_train_step,
 )
 """Cases that are equal with accumulation, too."""
+OF_EVERY_KIND = (
+    ignored_class,
+    mean_of_weights,
+    sum_that_a_layer_adds,
+    loss_in_a_train_step,
+)
+"""Divided by labels, by weights, not at all, and by nothing of Keras."""
 
 
 def compiled(case: Callable[[], Case], seed: int) -> tuple[keras.Model, dict[str, Any]]:
@@ -217,8 +224,12 @@ def assert_same(world: World, case: Callable[[], Case], *, figures: bool = True,
             np.testing.assert_allclose(own[name], scores[name], rtol=1e-11, atol=1e-15, err_msg=f"{label} {name}")
 
 
-@worlds("mpirun-2", "gloo-2")
-@worlds("mpirun-1", "gloo-4", extended=True)
+def check_losses_of_every_kind_are_those_of_keras(world: World) -> None:
+    for case in OF_EVERY_KIND:
+        assert_same(world, case)
+
+
+@worlds("mpirun-2", "mpirun-1", "gloo-2", "gloo-4", extended=True)
 def check_every_loss_is_that_of_keras(world: World) -> None:
     for case in (*EXACT, masked_sequence_beside_another_output):
         assert_same(world, case)
