@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.backends.protocol import Collectives
+from hvdtrain.backends.protocol import Backend, Collectives
 from hvdtrain.compat.keras import compile_metrics, compiled_metrics, flatten_layers, own_metrics
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.state.variables import unwrap
@@ -237,6 +237,44 @@ class StepLogs:
                     count += 1
                 named[key] = metric
         return named
+
+
+class EpochMetrics:
+    """The results of a compiled step over an epoch and all replicas; base of steps.
+
+    Args:
+        logs: the results of the model's `train_step`.
+        counts: whether this process sees the outputs; exactly one process of a replica does.
+    """
+
+    def __init__(self, backend: Backend, logs: StepLogs, *, counts: bool = True) -> None:
+        self._backend = backend
+        self._logs = logs
+        self._counts = counts
+        self._results = self._compiled(lambda: logs.results("metric_so_far"))
+        self._sums = self._compiled(lambda: logs.sums("metric_sums"))
+
+    def begin_metrics(self, sums: Mapping[str, list[Any]] | None = None) -> None:
+        """Reset the metrics, or restore `sums` on the first replica."""
+        self._logs.restore_sums(sums or {}, counted_here=self._counts and self._backend.index == 0)
+
+    def metric_sums(self) -> dict[str, list[Any]]:
+        """Return the state of each metric over all replicas. Collective."""
+        return {name: [value.numpy().tolist() for value in values] for name, values in self._sums().items()}
+
+    def metrics_so_far(self) -> dict[str, Value]:
+        """Return the results of the epoch so far, over all replicas. Collective."""
+        return {name: metric_value(value) for name, value in self._results().items()}
+
+    def epoch_metrics(self) -> dict[str, Value]:
+        """Return the results of the epoch, over all replicas, and begin the next. Collective."""
+        results = self.metrics_so_far()
+        self._logs.reset()
+        return results
+
+    def _compiled(self, function: Callable[[], Any]) -> Callable[[], Any]:
+        compiled: Callable[[], Any] = tf.function(lambda: self._backend.run(function), autograph=False)
+        return compiled
 
 
 def _noting(metric: Any, seen: dict[int, tuple[Any, str | None, Any]]) -> Callable[..., Any]:

@@ -27,7 +27,7 @@ from hvdtrain.state.variables import as_written, path_of, unwrap
 from hvdtrain.training.options import StepOptions
 from hvdtrain.training.step.batches import applies_nothing, number_of_samples, take_train_step
 from hvdtrain.training.step.finite import zero_if_finite
-from hvdtrain.training.step.logs import StepLogs, Value, metric_value
+from hvdtrain.training.step.logs import EpochMetrics, StepLogs
 from hvdtrain.training.step.loss_terms import Kind, LossTerms
 from hvdtrain.training.step.patches import offset_seeds, replaced, replaced_in_this_thread
 from hvdtrain.training.step.placeholder import restored_if_empty, updated_statistics
@@ -153,7 +153,7 @@ def stranger(model: Any, optimizer: Any) -> ConfigError:
     )
 
 
-class OptimizersStep:
+class OptimizersStep(EpochMetrics):
     """Calls a `train_step` whose optimizers exchange gradients as they apply them, weighted by samples.
 
     Reports the model's results, as Keras does: the model's metrics count over an epoch, any other value is that of the
@@ -172,43 +172,18 @@ class OptimizersStep:
         *,
         added: Sequence[Kind] = (),
     ) -> None:
-        self._backend = backend
+        super().__init__(backend, logs)
         self._added = added
         self._state = state
         self._exchange = exchange
-        self._logs = logs
         self._step = {
             measure: tf.function(lambda batch, m=measure: self._run(batch, m), autograph=False, reduce_retracing=True)
             for measure in (False, True)
         }
-        self._results = self._compiled(lambda: self._logs.results("metric_so_far"))
-        self._sums = self._compiled(lambda: self._logs.sums("metric_sums"))
 
     def __call__(self, batch: Batch, *, measure: bool) -> StepResult:
         """Train on `batch`; `measure` fills `Measured`. Collective."""
         return self._step[measure](batch)
-
-    def begin_metrics(self, sums: Mapping[str, list[Any]] | None = None) -> None:
-        """Reset the metrics, or restore `sums` on the first replica."""
-        self._logs.restore_sums(sums or {}, counted_here=self._backend.index == 0)
-
-    def metric_sums(self) -> dict[str, list[Any]]:
-        """Return the state of each metric over all replicas. Collective."""
-        return {name: [value.numpy().tolist() for value in values] for name, values in self._sums().items()}
-
-    def metrics_so_far(self) -> dict[str, Value]:
-        """Return the model's last results over all replicas. Collective."""
-        return {name: metric_value(value) for name, value in self._results().items()}
-
-    def epoch_metrics(self) -> dict[str, Value]:
-        """Return the model's last results over all replicas, and begin an epoch. Collective."""
-        results = self.metrics_so_far()
-        self._logs.reset()
-        return results
-
-    def _compiled(self, function: Callable[[], Any]) -> Callable[[], Any]:
-        compiled: Callable[[], Any] = tf.function(lambda: self._backend.run(function), autograph=False)
-        return compiled
 
     def _run(self, batch: Batch, measure: bool) -> StepResult:
         return self._backend.run(self._replica_step, batch, measure)

@@ -17,7 +17,7 @@ from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.step.batches import Microbatches, replica_slice
 from hvdtrain.training.step.forward_backward import LocalGradients
 from hvdtrain.training.step.guard import VariableSnapshot, untrained_variables
-from hvdtrain.training.step.logs import StepLogs, Value, metric_value
+from hvdtrain.training.step.logs import EpochMetrics, StepLogs
 from hvdtrain.training.step.result import Measured, StepResult
 from hvdtrain.training.update_rules.base import UpdateRule
 
@@ -95,7 +95,7 @@ class Passes(Protocol):
         """Report the loss of a step over all replicas, if it was not known to a pass."""
 
 
-class TrainStep:
+class TrainStep(EpochMetrics):
     """The compiled step of one replica.
 
     Reports what the model's `train_step` returns, as Keras does: its metrics count over an epoch, any other value is
@@ -123,18 +123,14 @@ class TrainStep:
         experts: Sequence[MixtureOfExperts] | None = None,
         figures: Collectives | None = None,
     ) -> None:
-        self._backend = backend
+        super().__init__(backend, logs, counts=counts)
         self._state = state
         self._passes = passes
-        self._logs = logs
         self._rule = rule
         self._microbatch = microbatch
-        self._counts = counts
         self._expert_layers = expert_layers(state.model) if experts is None else experts
         self._figures = figures or backend
         self._sum = GradientSum(list(state.trainable.values()), give_back=True)
-        self._results = self._compiled(lambda: logs.results("metric_so_far"))
-        self._sums = self._compiled(lambda: logs.sums("metric_sums"))
         # Two graphs, with and without measurement: a condition in one graph costs 5 % of a small step.
         self._general = {
             measure: tf.function(partial(self._run, measure=measure), autograph=False, reduce_retracing=True)
@@ -156,28 +152,6 @@ class TrainStep:
         if graph is None:
             return self._reported(self._general[measure](_with_sizes_as_tensors(batch)))
         return self._reported(graph(*parts))
-
-    def begin_metrics(self, sums: Mapping[str, list[Any]] | None = None) -> None:
-        """Reset the metrics, or restore `sums` on the first replica."""
-        self._logs.restore_sums(sums or {}, counted_here=self._counts and self._backend.index == 0)
-
-    def metric_sums(self) -> dict[str, list[Any]]:
-        """Return the state of each metric over all replicas. Collective."""
-        return {name: [value.numpy().tolist() for value in values] for name, values in self._sums().items()}
-
-    def metrics_so_far(self) -> dict[str, Value]:
-        """Return the results of the epoch so far, over all replicas. Collective."""
-        return {name: metric_value(value) for name, value in self._results().items()}
-
-    def epoch_metrics(self) -> dict[str, Value]:
-        """Return the results of the epoch, over all replicas, and begin the next. Collective."""
-        results = self.metrics_so_far()
-        self._logs.reset()
-        return results
-
-    def _compiled(self, function: Callable[[], Any]) -> Callable[[], Any]:
-        compiled: Callable[[], Any] = tf.function(lambda: self._backend.run(function), autograph=False)
-        return compiled
 
     def _reported(self, result: StepResult) -> StepResult:
         return result._replace(totals=self._rule.reported(result.totals))
