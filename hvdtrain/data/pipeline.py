@@ -151,6 +151,18 @@ class SourceTraining:
                 # Skipping a sample needs another dataset, which starts at this step.
                 self.bad.examine(self._part_of(step), error)
 
+    def sample(self) -> Batch:
+        """Return the first batch, unless bad samples may have to be found, without building a pipeline."""
+        if self.read_options.tolerated or self.read_options.augment is not None:
+            return next(self.batches(0))
+        samples = self.batch if self.order.full_batches else self.order.rest
+        *_, has_samples = slice_bounds(samples, self._index, self._size)
+        elements = self.read_options.finished(gather_readable(self.source, self._part_of(0), self.bad))
+        return self._batch_of(elements, has_samples, samples)
+
+    def _batch_of(self, elements: Any, has_samples: float, samples: int) -> Batch:
+        return as_batch(packed(elements), has_samples, samples, finite=self.source.finite or None)
+
     def _part_of(self, step: int) -> tf.Tensor:
         """Return the numbers of this replica's samples in the batch of `step`."""
         epoch, within = divmod(step, self.steps_per_epoch)
@@ -199,7 +211,7 @@ class SourceTraining:
         numbers = epochs.flat_map(no_autograph(numbers_of)).skip(skip)
         elements = self.read_options.batches(numbers, load, heavy=self.source.heavy or augment is not None)
         for part in elements:
-            yield as_batch(packed(part), has_samples, samples, finite=self.source.finite or None)
+            yield self._batch_of(part, has_samples, samples)
 
 
 class SourceEvaluation:

@@ -15,7 +15,7 @@ from hvdtrain.compat.keras import last_compile
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.registry import resolve
 from hvdtrain.data.batch import Batch
-from hvdtrain.data.pipeline import TrainingData
+from hvdtrain.data.pipeline import SourceTraining, TrainingData
 from hvdtrain.data.streams.dataset_batches import DatasetTraining
 from hvdtrain.observability.events import Observer, RunInfo
 from hvdtrain.optim.averaging import averages_weights
@@ -165,8 +165,8 @@ class TrainerCore:
 
     def build(self, data: TrainingData) -> None:
         """Build model and optimizer if necessary, and check loss and metrics."""
-        sample = data.sample() if isinstance(data, DatasetTraining) else next(iter(data.batches(0)))
-        self.build_on(sample, training=True)
+        sampled = isinstance(data, DatasetTraining | SourceTraining)
+        self.build_on(data.sample() if sampled else next(iter(data.batches(0))), training=True)
 
     def build_on(self, batch: Batch, *, training: bool = False) -> None:
         """Build model and optimizer from one representative batch.

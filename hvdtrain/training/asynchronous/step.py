@@ -71,7 +71,7 @@ class AsynchronousStep:
         """Steps since the last one waited for."""
         self._epoch = Tally(logs)
         self._recent = Tally(logs)
-        """Metrics since the last measured step."""
+        """Metrics since the last logged step."""
         self._functions: dict[tuple[bool, bool | None], Callable[..., Any]] = {}
 
     def __call__(self, batch: Batch, *, measure: bool) -> StepResult:
@@ -95,6 +95,12 @@ class AsynchronousStep:
     def metric_sums(self) -> dict[str, list[Any]]:
         """Return the state of each metric of the epoch."""
         return self._epoch.sums()
+
+    def recent_metrics(self) -> dict[str, Value]:
+        """Return the results since the last call."""
+        results = self._recent.results()
+        self._recent.reset()
+        return results
 
     def metrics_so_far(self) -> dict[str, Value]:
         """Return the results of the epoch so far."""
@@ -159,15 +165,11 @@ class AsynchronousStep:
         self._state.counter.assign_add(self._ahead)
         self._state.optimizer.iterations.assign_add(self._ahead)
         self._ahead = 0
-        recent = self._recent.results()
-        self._recent.reset()
         return Measured(
             learning_rate=found["rate"],
             grad_norm=found["norm"],
             loss_scale=None,
-            metrics=recent,
             finite=np.isfinite(found["finite"]),
-            so_far=self._epoch.results(),
         )
 
 

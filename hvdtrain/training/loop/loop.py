@@ -57,6 +57,10 @@ class Plan:
         return When(every=self.commit_every)
 
 
+FEW_STEPS = 32
+"""A training of no more steps measures all of them: a second graph, without measurement, takes longer to compile."""
+
+
 class TrainingLoop:
     """Runs steps, and after each the due hooks in registration order.
 
@@ -88,6 +92,9 @@ class TrainingLoop:
         self._total = total_steps
         self._epoch_offset = epoch_offset
         self._measured = measured
+        # An asynchronous step that is measured waits for the others.
+        few = total_steps - state.scalars.step <= FEW_STEPS
+        self._always_measures = few and not backend.capabilities.asynchronous
         self._activity = activity or Activity()
         self._stopping = stopping
         self._first = state.scalars.step + 1
@@ -124,7 +131,7 @@ class TrainingLoop:
             activity.note_read(self.clock.last_wait)
             activity.phase = "compiling" if step.first else "step"
             begin = time.perf_counter()
-            step.result = self._step(batch, measure=step.measured)
+            step.result = self._step(batch, measure=step.measured or self._always_measures)
             activity.times.note(begin, time.perf_counter())
             self.clock.tick(waited=step.measured)
             activity.phase = "callbacks"

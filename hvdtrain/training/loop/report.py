@@ -12,7 +12,6 @@ from hvdtrain.training.loop.clock import StepClock
 from hvdtrain.training.loop.hooks import StepEnd
 from hvdtrain.training.loop.loss_monitor import LossMonitor
 from hvdtrain.training.loop.result import FitResult
-from hvdtrain.training.step.logs import metric_value
 from hvdtrain.training.step.result import CompiledStep, Measured
 
 
@@ -30,9 +29,9 @@ class TrainingReport:
         self._epochs: list[int] = []
 
     def log_step(self, step: StepEnd, measured: Measured, loss: float) -> None:
-        """Report a measured step."""
-        metrics = _figures(measured.metrics)
-        so_far = dict(metrics) if measured.so_far is None else _figures(measured.so_far)
+        """Report a measured step. Collective."""
+        metrics = dict(self._step.recent_metrics())
+        so_far = dict(self._step.metrics_so_far())
         metrics.pop("loss", None)
         record = StepRecord(
             step=step.number,
@@ -100,7 +99,3 @@ class TrainingReport:
             slowest_rank=slowest,
             bad_steps=counts if guarded else None,
         )
-
-
-def _figures(results: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: metric_value(value) for name, value in results.items()}

@@ -111,7 +111,7 @@ class StepLogs:
         with self._summed(role) as others:
             so_far = self._read(others)
             sums = [variable.read_value() for variable in self.variables()]
-            reported = self._reported_sums()
+            reported = [self._reported_sum(variable) for variable in self.variables()]
             for variable, total, before in zip(self.variables(), sums, reported, strict=True):
                 variable.assign(total - before.read_value())
             recent = self._read(others)
@@ -167,10 +167,11 @@ class StepLogs:
         variables = self.variables()
         own = [variable.read_value() for variable in variables]
         others = {name: figure.sums for name, figure in self._figures.items() if figure.sums is not None}
-        parts = [*own, *(sums.read_value() for sums in others.values())]
-        summed = all_reduced(self._replicas, parts, role)
-        for variable, value in zip(variables, summed, strict=False):
-            variable.assign(value)
+        summed = [*own, *(sums.read_value() for sums in others.values())]
+        if self._replicas.size > 1:
+            summed = all_reduced(self._replicas, summed, role)
+            for variable, value in zip(variables, summed, strict=False):
+                variable.assign(value)
         means = [tf.math.divide_no_nan(sums[0], sums[1]) for sums in summed[len(own) :]]
         yield dict(zip(others, means, strict=True))
         for variable, value in zip(variables, own, strict=True):
@@ -181,8 +182,10 @@ class StepLogs:
             name: others[name] if figure.metric is None else figure.read() for name, figure in self._figures.items()
         }
 
-    def _reported_sums(self) -> list[tf.Variable]:
-        return [self._reported_sum(variable) for variable in self.variables()]
+    def note_reported(self) -> None:
+        """Make the variables of `progress`, which a compiled function that makes them would be traced twice for."""
+        for variable in self.variables():
+            self._reported_sum(variable)
 
     def _reported_sum(self, variable: tf.Variable) -> tf.Variable:
         if id(variable) not in self._reported:
@@ -251,26 +254,44 @@ class EpochMetrics:
         self._backend = backend
         self._logs = logs
         self._counts = counts
+        self._so_far: dict[str, Value] | None = None
+        """Results of the epoch so far, if they are known since the last step."""
         self._results = self._compiled(lambda: logs.results("metric_so_far"))
+        self._recent = self._compiled(self._progress)
         self._sums = self._compiled(lambda: logs.sums("metric_sums"))
 
     def begin_metrics(self, sums: Mapping[str, list[Any]] | None = None) -> None:
         """Reset the metrics, or restore `sums` on the first replica."""
+        self._so_far = None
         self._logs.restore_sums(sums or {}, counted_here=self._counts and self._backend.index == 0)
 
     def metric_sums(self) -> dict[str, list[Any]]:
         """Return the state of each metric over all replicas. Collective."""
         return {name: [value.numpy().tolist() for value in values] for name, values in self._sums().items()}
 
+    def recent_metrics(self) -> dict[str, Value]:
+        """Return the results since the last call in the epoch, over all replicas. Collective."""
+        with self._backend.scope():
+            self._logs.note_reported()
+        recent, self._so_far = map(_values, self._recent())
+        return recent
+
     def metrics_so_far(self) -> dict[str, Value]:
         """Return the results of the epoch so far, over all replicas. Collective."""
-        return {name: metric_value(value) for name, value in self._results().items()}
+        if self._so_far is None:
+            self._so_far = _values(self._results())
+        return dict(self._so_far)
 
     def epoch_metrics(self) -> dict[str, Value]:
         """Return the results of the epoch, over all replicas, and begin the next. Collective."""
         results = self.metrics_so_far()
+        self._so_far = None
         self._logs.reset()
         return results
+
+    def _progress(self) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]]:
+        """Return the results since the last call, and of the epoch so far, in a compiled function. Collective."""
+        return self._logs.progress("train_metric")
 
     def _compiled(self, function: Callable[[], Any]) -> Callable[[], Any]:
         compiled: Callable[[], Any] = tf.function(lambda: self._backend.run(function), autograph=False)
@@ -307,6 +328,10 @@ def all_reduced(replicas: Collectives, tensors: Sequence[tf.Tensor], role: str) 
         for place, part in zip(places, tf.split(total, sizes), strict=True):
             sums[place] = tf.reshape(part, tensors[place].shape)
     return [sums[place] for place in range(len(tensors))]
+
+
+def _values(results: Mapping[str, Any]) -> dict[str, Value]:
+    return {name: metric_value(result) for name, result in results.items()}
 
 
 def metric_value(result: Any) -> Value:

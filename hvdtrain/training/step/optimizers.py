@@ -183,6 +183,7 @@ class OptimizersStep(EpochMetrics):
 
     def __call__(self, batch: Batch, *, measure: bool) -> StepResult:
         """Train on `batch`; `measure` fills `Measured`. Collective."""
+        self._so_far = None
         return self._step[measure](batch)
 
     def _run(self, batch: Batch, measure: bool) -> StepResult:
@@ -207,19 +208,11 @@ class OptimizersStep(EpochMetrics):
         totals = self._totals(batch, watched, samples)
         if not measure:
             return StepResult(totals, None)
-        recent, so_far = self._logs.progress("train_metric")
         finite = tf.math.is_finite(zero_if_finite([v.read_value() for v in self._state.trainable.values()]))
         scale = loss_scale_of(exchange.main) if has_dynamic_scale(exchange.main) else None
         return StepResult(
             totals,
-            Measured(
-                learning_rate=rate,
-                grad_norm=exchange.norm(),
-                loss_scale=scale,
-                metrics=recent,
-                finite=finite,
-                so_far=so_far,
-            ),
+            Measured(learning_rate=rate, grad_norm=exchange.norm(), loss_scale=scale, finite=finite),
         )
 
     def _totals(self, batch: Batch, watched: list[tf.Tensor], samples: tf.Tensor) -> tf.Tensor:

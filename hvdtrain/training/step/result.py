@@ -35,12 +35,8 @@ class Measured(NamedTuple):
     """Global L2 norm of the reduced gradient before clipping."""
     loss_scale: tf.Tensor | None
     """The dynamic loss scale after this step."""
-    metrics: dict[str, Any]
-    """Results by name since the last measured step."""
     finite: tf.Tensor
     """Whether all parameters are finite after the update."""
-    so_far: dict[str, Any] | None = None
-    """Results over the epoch so far; None if `metrics` are."""
 
 
 class CompiledStep(Protocol):
@@ -54,6 +50,9 @@ class CompiledStep(Protocol):
 
     def metric_sums(self) -> dict[str, list[Any]]:
         """Return each metric's state by name, over all replicas. Collective."""
+
+    def recent_metrics(self) -> Mapping[str, Any]:
+        """Return the metrics since the last call in the epoch, over all replicas. Collective."""
 
     def metrics_so_far(self) -> Mapping[str, Any]:
         """Return the metrics of the epoch so far, over all replicas. Collective."""

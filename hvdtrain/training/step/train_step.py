@@ -143,6 +143,7 @@ class TrainStep(EpochMetrics):
     def __call__(self, batch: Batch, *, measure: bool) -> StepResult:
         """Train on `batch`; `measure` fills `Measured`. Collective."""
         self._rule.begin_step()
+        self._so_far = None
         inputs, targets, weights, *share = batch
         if tf.is_tensor(batch.global_samples):
             return self._reported(self._general[measure](batch))
@@ -152,6 +153,11 @@ class TrainStep(EpochMetrics):
         if graph is None:
             return self._reported(self._general[measure](_with_sizes_as_tensors(batch)))
         return self._reported(graph(*parts))
+
+    def _progress(self) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]]:
+        """Also return the routing of tokens to experts."""
+        recent, so_far = super()._progress()
+        return recent | routing_metrics(self._expert_layers, self._figures), so_far
 
     def _reported(self, result: StepResult) -> StepResult:
         return result._replace(totals=self._rule.reported(result.totals))
@@ -177,15 +183,11 @@ class TrainStep(EpochMetrics):
         totals, norm, here = self._updated(batch, measure=measure)
         if not measure:
             return StepResult(totals, None, here)
-        recent, so_far = self._logs.progress("train_metric")
-        recent |= routing_metrics(self._expert_layers, self._figures)
         finite = self._rule.finite_parameters(self._state)
         scale = loss_scale_of(self._state.optimizer) if has_dynamic_scale(self._state.optimizer) else None
         return StepResult(
             totals,
-            Measured(
-                learning_rate=rate, grad_norm=norm, loss_scale=scale, metrics=recent, finite=finite, so_far=so_far
-            ),
+            Measured(learning_rate=rate, grad_norm=norm, loss_scale=scale, finite=finite),
             here,
         )
 

@@ -12,7 +12,7 @@ from hvdtrain.runtime.hang.signs import Activity
 from hvdtrain.state.scalars import Scalars
 from hvdtrain.training.loop import loss_monitor
 from hvdtrain.training.loop.hooks import EPOCH_ENDS, EVERY_STEP, MEASURED, STOPS, Outcome, When
-from hvdtrain.training.loop.loop import Plan, TrainingLoop
+from hvdtrain.training.loop.loop import FEW_STEPS, Plan, TrainingLoop
 from hvdtrain.training.loop.loss_monitor import LossMonitor
 from hvdtrain.training.step.result import StepResult
 
@@ -89,7 +89,8 @@ def test_the_watchdog_is_told_what_the_loop_does():
     assert activity.reads == 2
 
 
-def test_hooks_are_called_when_they_are_due():
+def test_hooks_are_called_when_they_are_due(monkeypatch):
+    monkeypatch.setattr("hvdtrain.training.loop.loop.FEW_STEPS", 0)
     loop, state, step = looping(Plan(10, log_every=3), start=1)
     called = noting(
         loop,
@@ -119,7 +120,8 @@ def test_hooks_are_called_when_they_are_due():
 
 
 @pytest.mark.parametrize(("every", "saved"), [(None, [4, 8, 10]), (5, [5, 10]), (7, [7, 10])])
-def test_saved_steps_are_measured(every, saved):
+def test_saved_steps_are_measured(monkeypatch, every, saved):
+    monkeypatch.setattr("hvdtrain.training.loop.loop.FEW_STEPS", 0)
     plan = Plan(10, log_every=100, checkpoint_every=every)
     loop, _, step = looping(plan, saves=True)
     called = noting(loop, saved=plan.saved)
@@ -129,6 +131,12 @@ def test_saved_steps_are_measured(every, saved):
     loop, _, step = looping(plan)
     loop.run()
     assert step.measured == [1, 4, 8, 10]
+
+
+def test_a_few_steps_need_no_second_graph():
+    loop, _, step = looping(Plan(3 + FEW_STEPS, log_every=100), start=3)
+    loop.run()
+    assert step.measured == [*range(4, 4 + FEW_STEPS)]
 
 
 def test_where_a_hook_stops_those_of_the_end_that_follow_are_due():
@@ -260,7 +268,8 @@ class StopsAt:
         return step == self.step
 
 
-def test_the_step_at_which_ranks_agree_to_stop_is_measured_and_saved_within_its_epoch():
+def test_the_step_at_which_ranks_agree_to_stop_is_measured_and_saved_within_its_epoch(monkeypatch):
+    monkeypatch.setattr("hvdtrain.training.loop.loop.FEW_STEPS", 0)
     plan = Plan(10, log_every=100)
     loop, state, step = looping(plan, saves=True)
     loop._stopping = StopsAt(6)
