@@ -165,8 +165,8 @@ class TrainerCore:
 
     def build(self, data: TrainingData) -> None:
         """Build model and optimizer if necessary, and check loss and metrics."""
-        sampled = isinstance(data, DatasetTraining | SourceTraining)
-        self.build_on(data.sample() if sampled else next(iter(data.batches(0))), training=True)
+        sampled = data.sample() if isinstance(data, DatasetTraining | SourceTraining) else next(iter(data.batches(0)))
+        self.build_on(sampled, training=True)
 
     def build_on(self, batch: Batch, *, training: bool = False) -> None:
         """Build model and optimizer from one representative batch.
@@ -262,7 +262,7 @@ class TrainerCore:
         """Train from a state that is equal on every rank."""
         begin = time.perf_counter()
         info = info or run_info(self.backend, state=self.state, options=self.options, data=data, plan=plan)
-        notes = getattr(data, "notes", ())
+        notes = [*getattr(data, "notes", ()), *self._factory.warnings]
         self._announcer.announce(info, self.state, observers, notes, narrow_outputs=self._factory.narrow_outputs)
         saving = None if save is None else lambda: save(self.state)
         actions = Actions(

@@ -16,7 +16,7 @@ from hvdtrain.training.evaluation.evaluate import Evaluation, EvaluationHooks, e
 from hvdtrain.training.evaluation.predict import predicted
 from hvdtrain.training.step.batches import inputs_for
 from hvdtrain.training.step.logs import StepLogs, Value, metric_value
-from hvdtrain.training.step.loss_terms import Kind
+from hvdtrain.training.step.loss_terms import MEANS
 
 
 class Tally:
@@ -72,7 +72,7 @@ class AsynchronousEvaluator:
         self._workers = workers
         self._model = model
         self._logs = StepLogs(backend, model, "test_step")
-        self.added: Sequence[Kind] = ()
+        self.kinds = MEANS
         self._evaluate = tf.function(
             lambda *parts: backend.run(self._states, *parts), autograph=False, reduce_retracing=True
         )

@@ -1,7 +1,7 @@
 """Evaluation over all replicas: every sample counts once."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ from hvdtrain.state.structure import structure_of
 from hvdtrain.training.step.batches import keras_data, number_of_samples, replica_slice
 from hvdtrain.training.step.forward_backward import called_as
 from hvdtrain.training.step.logs import StepLogs, Value, metric_value
-from hvdtrain.training.step.loss_terms import Kind, LossTerms
+from hvdtrain.training.step.loss_terms import MEANS, LossTerms
 from hvdtrain.training.step.patches import traced_anew
 from hvdtrain.training.step.placeholder import restored_if_empty
 from hvdtrain.training.update_rules.base import UpdateRule
@@ -166,8 +166,8 @@ class KerasEvaluator:
         self._backend = backend
         self._model = model
         self._rule = rule
-        self.added: Sequence[Kind] = ()
-        """Kinds of the losses that layers add, in order."""
+        self.kinds = MEANS
+        """Which numbers of a batch are sums over samples."""
         self._logs = StepLogs(backend, model, "test_step", accumulate=True)
         # By whether the model holds its weights: a graph gathers them, or does not.
         self._updates = {
@@ -216,7 +216,7 @@ class KerasEvaluator:
             total=tf.cast(batch.global_samples, tf.float64),
             whole=self._backend.size == 1,
             exchanges=True,
-            added=self.added,
+            kinds=self.kinds,
         )
         with (
             restored_if_empty(self._logs.variables(), batch.has_samples),
@@ -225,7 +225,7 @@ class KerasEvaluator:
             called_as(self._model),
         ):
             returned = self.step_on(batch)
-        self._logs.take(returned, samples)
+        self._logs.take(terms.in_full(returned), samples)
 
     def step_on(self, batch: Batch) -> Any:
         """Return the results of a batch."""

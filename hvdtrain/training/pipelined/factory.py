@@ -21,7 +21,6 @@ from hvdtrain.training.pipelined.losses import MetricsBackend, Regularization
 from hvdtrain.training.pipelined.stage_training import PipelineOptions
 from hvdtrain.training.step.batches import per_microbatch
 from hvdtrain.training.step.logs import StepLogs
-from hvdtrain.training.step.loss_terms import Kind
 from hvdtrain.training.step.metric_check import check_sums
 from hvdtrain.training.step.result import CompiledStep
 from hvdtrain.training.step.step_factory import KerasStepFactory, Predict, StepEvaluator
@@ -74,9 +73,8 @@ class PipelineStepFactory(KerasStepFactory):
             sample_weight=batch.sample_weight,
         )
 
-    def _kinds_of_added_losses(self, batch: Batch) -> tuple[Kind, ...]:
-        """Stages add their own, and the cut refuses others."""
-        return ()
+    def _find_kinds(self, batch: Batch) -> None:
+        """Stages add their own losses, and the cut refuses others."""
 
     def _check_metrics(self, batch: Batch) -> None:
         """Reject metrics whose states cannot be added up. Collective."""

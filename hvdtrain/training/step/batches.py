@@ -148,5 +148,10 @@ def reads_outputs(model: Any) -> bool:
     return _overrides(model, "train_step", "test_step", "compute_loss", "compute_metrics")
 
 
+def forms_own_loss(model: Any, step: str) -> bool:
+    """Return whether code of a model's class forms the losses in its `train_step` or `test_step`."""
+    return _overrides(model, step, "compute_loss")
+
+
 def _overrides(model: Any, *names: str) -> bool:
     return any(getattr(type(model), name) is not getattr(keras.Model, name) for name in names)

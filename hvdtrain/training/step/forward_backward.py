@@ -27,7 +27,7 @@ from hvdtrain.training.step.batches import (
 )
 from hvdtrain.training.step.finite import zero_if_finite
 from hvdtrain.training.step.logs import StepLogs
-from hvdtrain.training.step.loss_terms import Kind, LossTerms, has_one_divisor
+from hvdtrain.training.step.loss_terms import MEANS, Kind, Kinds, LossTerms, has_one_divisor
 from hvdtrain.training.step.parameters import Parameters, Pass
 from hvdtrain.training.step.patches import active, offset_seeds, replaced, replaced_in_this_thread
 from hvdtrain.training.step.placeholder import counted, restored_if_empty, updated_statistics
@@ -59,7 +59,7 @@ class ForwardBackward:
         forward: takes the place of the model's call, such as one that recomputes; default: the model's own.
         jit: compile the pass by XLA.
         parameters: what is read and differentiated for the trained variables.
-        added: kinds of the losses that layers add, in order.
+        kinds: which numbers of the step are sums over samples.
         divides: whether the samples of a step are divided, among replicas or into microbatches.
     """
 
@@ -72,7 +72,7 @@ class ForwardBackward:
         forward: Callable[..., Any] | None = None,
         jit: bool = False,
         parameters: Parameters | None = None,
-        added: Sequence[Kind] = (),
+        kinds: Kinds = MEANS,
         divides: bool = True,
     ) -> None:
         self._backend = backend
@@ -84,7 +84,7 @@ class ForwardBackward:
         self._fusible = fusible_layers(state.model)
         self._jit = jit
         self._parameters = parameters or Parameters(state.trainable)
-        self._added = added
+        self._kinds = kinds
         self._divides = divides
         self._positions = max(backend.axes.get("cp", 1), 1)
         self.reports_loss_later = False
@@ -143,14 +143,16 @@ class ForwardBackward:
             whole=not self._divides,
             exchanges=reads_outputs(model) or not has_one_divisor(model),
             exchangeable=not self._jit,
-            added=self._added,
+            kinds=self._kinds,
         )
         taken = _Taken(
             self._state,
             terms=terms,
             passes=passes,
             sources=self._parameters.sources(),
-            exchanges_backward=bool(self._synchronized or self._exchanging or self._parameters.exchanges_backward),
+            exchanges_backward=bool(
+                self._synchronized or self._exchanging or self._parameters.exchanges_backward or self._kinds.exchanged
+            ),
         )
         with (
             within(),
@@ -161,8 +163,8 @@ class ForwardBackward:
             called_as(model, self._forward),
         ):
             returned = take_train_step(model, batch)
-        watched = self._logs.take(returned, samples, first=first)
-        loss = tf.add_n([tf.cast(each, tf.float64) for each in watched]) if taken.loss is None else taken.loss
+        watched = self._logs.take(terms.in_full(returned), samples, first=first)
+        loss = tf.add_n([tf.cast(each, tf.float64) for each in watched]) if taken.loss is None else taken.loss_in_full()
         self.reports_loss_later = terms.weight is not None
         gradients, by_gradient = passes.collected(taken.gradients())
         dtype = tf.float64 if loss.dtype == tf.float64 else tf.float32
@@ -222,6 +224,9 @@ class _Taken:
         self._passes = passes
         self._by_variable: dict[int, Gradient] | None = None
         self._is_weighted = False
+        self._kinds = iter(terms.kinds.targets)
+        self._kind: Kind = "mean"
+        """Kind of what was differentiated last."""
         self.loss: tf.Tensor | None = None
         """The loss of Keras' own step; None: see the step's results."""
 
@@ -246,8 +251,14 @@ class _Taken:
         found = [self._by_variable.get(variable) for variable in self._variables]
         return found if self._is_weighted else [scaled(gradient, self._share()) for gradient in found]
 
+    def loss_in_full(self) -> Any:
+        """Return the loss of Keras' own step, of which each replica has its share of a mean over the samples."""
+        return self._terms.over_share(self.loss) if self._kind == "sum" else self.loss
+
     def _share(self) -> tf.Tensor:
         """Return the weight of this pass's gradients over the expected one."""
+        if self._kind == "sum":
+            return tf.cast(self._terms.samples > 0, tf.float64)
         weight = self._terms.samples if self._terms.weight is None else self._terms.weight
         return tf.math.divide_no_nan(weight, self._terms.total)
 
@@ -262,6 +273,7 @@ class _Taken:
             if self._is_differentiating or all(source is None for source in mine):
                 return original(tape, target, sources, output_gradients, *args, **options)
             self._passes.end_forward()
+            self._kind = next(self._kinds, "mean")
             if self._weighs_upstream(target, mine, output_gradients):
                 output_gradients = tf.nest.map_structure(lambda each: tf.cast(self._share(), each.dtype), target)
                 self._is_weighted = True

@@ -98,6 +98,12 @@ class StepLogs:
         watched = ["loss"] if "loss" in values else losses or list(values)
         return [values[name][0] for name in watched]
 
+    def own_numbers(self, logs: Mapping[str, Any]) -> dict[str, tf.Tensor]:
+        """Return those of a step's results that are no metric's, while they are recorded."""
+        seen = self._seen.get(threading.get_ident(), {})
+        flat = {name: value for name, value in self._flat(logs).items() if id(value) not in seen}
+        return {name: value for name, value in flat.items() if tf.is_tensor(value) and value.dtype.is_floating}
+
     def results(self, role: str) -> dict[str, tf.Tensor]:
         """Return the global results by name, without side effects. Collective."""
         with self._summed(role) as others:

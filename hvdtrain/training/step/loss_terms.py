@@ -6,7 +6,7 @@ replica; one that is a sum over samples counts in full on each.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -22,11 +22,32 @@ from hvdtrain.parallel.outputs import holds_output_slices
 from hvdtrain.parallel.tensor.losses import on_shards, reads_shards, sharded_form
 from hvdtrain.parallel.tensor.outputs import gathered, shard_of
 from hvdtrain.runtime.compiled import numbered
+from hvdtrain.state.variables import unwrap
 from hvdtrain.training.step.cross_entropy import fast_cross_entropy
+from hvdtrain.training.step.logs import metrics_of
 from hvdtrain.training.step.patches import active, replaced, replaced_in_this_thread
 
 Kind = Literal["mean", "sum"]
-"""Whether a loss that a layer adds is a mean over its samples, or a sum."""
+"""Whether a number is a mean over samples, or a sum."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kinds:
+    """Kinds of the numbers of a step, each in the order in which they are formed; default: means."""
+
+    added: Sequence[Kind] = ()
+    """Losses that layers add."""
+    targets: Sequence[Kind] = ()
+    """What is differentiated with respect to trained variables."""
+    means: Sequence[Kind] = ()
+    """Numbers of the whole batch that a `Mean` or `Sum` takes."""
+    figures: frozenset[str] = frozenset()
+    """Names of returned numbers that are sums."""
+    exchanged: bool = False
+    """Whether the step exchanges by itself, so that its numbers are of other replicas' samples, too."""
+
+
+MEANS = Kinds()
 
 
 @dataclass(kw_only=True)
@@ -45,8 +66,7 @@ class LossTerms:
     """Whether the pass can hold an exchange, which XLA cannot compile."""
     exchanges: bool = False
     """Whether divisors are summed over the replicas; otherwise the only one becomes the weight of the gradients."""
-    added: Sequence[Kind] = ()
-    """Kinds of the losses that layers add, in order."""
+    kinds: Kinds = MEANS
     weight: tf.Tensor | None = field(default=None, init=False)
     """Weight of this pass's loss, if it is not the number of samples."""
 
@@ -67,9 +87,27 @@ class LossTerms:
                 stack.enter_context(replaced(module, "reduce_weighted_values", partial(self._reduced, original)))
             for tracker in trackers_of_outputs(self.model):
                 stack.enter_context(replaced(tracker, "update_state", self._tracking(tracker)))
-            if not self.whole and "sum" in self.added:
+            if not self.whole:
+                means = iter(self.kinds.means)
+                for metric in means_of(self.model):
+                    stack.enter_context(replaced(metric, "update_state", averaging(metric, self._counted_once(means))))
+            if not self.whole and "sum" in self.kinds.added:
                 stack.enter_context(replaced_in_this_thread(keras.layers.Layer, "add_loss", self._adding()))
             yield
+
+    def gradients_in_full(self) -> AbstractContextManager[None]:
+        """Let gradients of sums over this replica's samples have the size of those over all, inside the context."""
+        if self.whole or "sum" not in self.kinds.targets:
+            return nullcontext()
+        return differentiating(self.model, self._upstream())
+
+    def in_full(self, returned: Any) -> Any:
+        """Return a step's results, in which sums over this replica's samples have the size of those over all."""
+        if self.whole or not self.kinds.figures:
+            return returned
+        return {
+            name: self.over_share(value) if name in self.kinds.figures else value for name, value in returned.items()
+        }
 
     def _reduced(
         self,
@@ -87,7 +125,7 @@ class LossTerms:
                 "value for each sample."
             )
         if reduction == "sum":
-            return value * self._over_share(value.dtype)
+            return self.over_share(value)
         if reduction in (None, "none"):
             raise ConfigError('A loss has reduction=None. Use "sum_over_batch_size", or "sum".')
         divisor = divisor_of(sample_weight, mask, reduction, value.dtype)
@@ -108,9 +146,31 @@ class LossTerms:
         share = tf.math.divide_no_nan(mine[0] * samples, divisors * self.samples)
         return value * tf.cast(share, value.dtype)
 
-    def _over_share(self, dtype: tf.DType) -> tf.Tensor:
-        """Return the reciprocal of this pass's share of the samples."""
-        return tf.cast(tf.math.divide_no_nan(self.total, self.samples), dtype)
+    def _counted_once(self, kinds: Iterator[Kind]) -> Callable[[tf.Tensor, Any], tuple[tf.Tensor, Any]]:
+        """Return what a `Mean` takes for a number of this pass's samples, which counts once over all replicas."""
+
+        def counted(value: tf.Tensor, weight: Any) -> tuple[tf.Tensor, Any]:
+            if weight is None:
+                weight = tf.cast(tf.math.divide_no_nan(self.samples, self.total), value.dtype)
+            return (self.over_share(value) if next(kinds, "mean") == "sum" else value), weight
+
+        return counted
+
+    def _upstream(self) -> Callable[[Any, Any], Any]:
+        """Return the upstream gradients of targets, in which sums over this replica's samples count in full."""
+        kinds = iter(self.kinds.targets)
+
+        def upstream(target: Any, given: Any) -> Any:
+            if next(kinds, "mean") == "mean":
+                return given
+            given = tf.nest.map_structure(tf.ones_like, target) if given is None else given
+            return tf.nest.map_structure(self.over_share, given)
+
+        return upstream
+
+    def over_share(self, value: tf.Tensor) -> tf.Tensor:
+        """Return `value` over this pass's share of the samples."""
+        return value * tf.cast(tf.math.divide_no_nan(self.total, self.samples), value.dtype)
 
     def _tracking(self, tracker: Any) -> Callable[..., None]:
         """Return the update of the mean loss of an output, in which each batch counts once, as in Keras."""
@@ -122,15 +182,57 @@ class LossTerms:
         return update_state
 
     def _adding(self) -> Callable[..., None]:
-        original, kinds = keras.layers.Layer.add_loss, iter(self.added)
+        original, kinds = keras.layers.Layer.add_loss, iter(self.kinds.added)
 
         def add_loss(layer: Any, loss: Any) -> None:
             def full(term: Any) -> Any:
-                return term * self._over_share(term.dtype) if next(kinds, "mean") == "sum" else term
+                return self.over_share(term) if next(kinds, "mean") == "sum" else term
 
             original(layer, tf.nest.map_structure(full, loss))
 
         return add_loss
+
+
+def means_of(model: Any) -> list[Any]:
+    """Return the metrics that take means or sums of numbers of a whole batch, which code that is not Keras' forms."""
+    keras_own = {id(tracker) for tracker in trackers_of_outputs(model)}
+    kinds = (keras.metrics.Mean, keras.metrics.Sum)
+    return [metric for metric in metrics_of(model) if type(metric) in kinds and id(metric) not in keras_own]
+
+
+def averaging(metric: Any, counted: Callable[[tf.Tensor, Any], tuple[tf.Tensor, Any]]) -> Callable[..., Any]:
+    """Return an `update_state` that takes the value and weight of `counted` for one number."""
+    original = active(metric, "update_state")
+
+    def update_state(values: Any, sample_weight: Any = None) -> Any:
+        number = tf.convert_to_tensor(values)
+        if number.shape.rank == 0 and number.dtype.is_floating:
+            values, sample_weight = counted(number, sample_weight)
+        return original(values, sample_weight=sample_weight)
+
+    return update_state
+
+
+@contextmanager
+def differentiating(model: Any, upstream: Callable[[Any, Any], Any]) -> Iterator[None]:
+    """Let `upstream` give the upstream gradients of what is differentiated by trained variables, from those given."""
+    trained = {id(unwrap(variable)) for variable in model.trainable_variables}
+    original = tf.GradientTape.gradient
+    within = False  # a layer that recomputes has a tape of its own in the backward pass
+
+    def gradient(tape: Any, target: Any, sources: Any, output_gradients: Any = None, *args: Any, **options: Any) -> Any:
+        nonlocal within
+        known = (id(unwrap(each)) in trained for each in tf.nest.flatten(sources) if hasattr(each, "assign"))
+        if within or not any(known):
+            return original(tape, target, sources, output_gradients, *args, **options)
+        within = True
+        try:
+            return original(tape, target, sources, upstream(target, output_gradients), *args, **options)
+        finally:
+            within = False
+
+    with replaced_in_this_thread(tf.GradientTape, "gradient", gradient):
+        yield
 
 
 def has_one_divisor(model: Any) -> bool:

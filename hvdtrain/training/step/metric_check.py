@@ -9,8 +9,8 @@ import tensorflow as tf
 
 from hvdtrain.compat.keras import compiled_metrics, function_of_metric
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.training.step.added_losses import unchanged
 from hvdtrain.training.step.logs import metrics_of
+from hvdtrain.training.step.loss_kinds import unchanged
 from hvdtrain.training.step.patches import active, replaced
 
 TOLERANCE = 1e-3

@@ -28,7 +28,7 @@ from hvdtrain.training.options import StepOptions
 from hvdtrain.training.step.batches import applies_nothing, number_of_samples, take_train_step
 from hvdtrain.training.step.finite import zero_if_finite
 from hvdtrain.training.step.logs import EpochMetrics, StepLogs
-from hvdtrain.training.step.loss_terms import Kind, LossTerms
+from hvdtrain.training.step.loss_terms import MEANS, Kinds, LossTerms
 from hvdtrain.training.step.patches import offset_seeds, replaced, replaced_in_this_thread
 from hvdtrain.training.step.placeholder import restored_if_empty, updated_statistics
 from hvdtrain.training.step.result import Measured, StepResult
@@ -160,7 +160,7 @@ class OptimizersStep(EpochMetrics):
     last batch.
 
     Args:
-        added: kinds of the losses that layers add, in order.
+        kinds: which numbers of the step are sums over samples.
     """
 
     def __init__(
@@ -170,10 +170,10 @@ class OptimizersStep(EpochMetrics):
         exchange: OptimizerExchange,
         logs: StepLogs,
         *,
-        added: Sequence[Kind] = (),
+        kinds: Kinds = MEANS,
     ) -> None:
         super().__init__(backend, logs)
-        self._added = added
+        self._kinds = kinds
         self._state = state
         self._exchange = exchange
         self._step = {
@@ -201,10 +201,10 @@ class OptimizersStep(EpochMetrics):
             total=tf.cast(batch.global_samples, tf.float64),
             whole=self._backend.size == 1,
             exchanges=True,
-            added=self._added,
+            kinds=self._kinds,
         )
-        with offset_seeds(self._backend.index), terms.corrected():
-            watched = take_step(model, batch, exchange, self._logs, measure=measure)
+        with offset_seeds(self._backend.index), terms.corrected(), terms.gradients_in_full():
+            watched = take_step(model, batch, exchange, self._logs, measure=measure, in_full=terms.in_full)
         totals = self._totals(batch, watched, samples)
         if not measure:
             return StepResult(totals, None)
@@ -223,9 +223,17 @@ class OptimizersStep(EpochMetrics):
 
 
 def take_step(
-    model: Any, batch: Batch, exchange: OptimizerExchange, logs: StepLogs, *, measure: bool
+    model: Any,
+    batch: Batch,
+    exchange: OptimizerExchange,
+    logs: StepLogs,
+    *,
+    measure: bool,
+    in_full: Callable[[Any], Any] = lambda returned: returned,
 ) -> list[tf.Tensor]:
     """Call the model's `train_step` on a replica's batch; return values that must be finite.
+
+    `in_full` gives returned sums over the replica's samples the size of those over all.
 
     Raises ConfigError if it trains nothing, or returns invalid results.
     """
@@ -239,7 +247,7 @@ def take_step(
         returned = take_train_step(model, batch)
     if not exchange.used:
         raise applies_nothing(model)
-    return logs.take(returned, samples)
+    return logs.take(in_full(returned), samples)
 
 
 class OptimizersUpdate(UpdateRule):

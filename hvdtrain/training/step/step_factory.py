@@ -1,7 +1,7 @@
 """Step factories: the protocol, and the factory of steps by the model's `train_step`."""
 
 import inspect
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 from typing import Any, Protocol
 
@@ -29,11 +29,11 @@ from hvdtrain.training.evaluation.evaluate import Evaluation, EvaluationHooks, K
 from hvdtrain.training.evaluation.predict import Predictor
 from hvdtrain.training.options import StepOptions
 from hvdtrain.training.position_check import check_positions
-from hvdtrain.training.step.added_losses import kinds_of_added_losses
-from hvdtrain.training.step.batches import has_own_train_step, keras_data, per_microbatch, reads_outputs
+from hvdtrain.training.step.batches import forms_own_loss, has_own_train_step, keras_data, per_microbatch, reads_outputs
 from hvdtrain.training.step.forward_backward import ForwardBackward
 from hvdtrain.training.step.logs import StepLogs
-from hvdtrain.training.step.loss_terms import Kind
+from hvdtrain.training.step.loss_kinds import kinds_of, may_form_sums
+from hvdtrain.training.step.loss_terms import MEANS, Kinds
 from hvdtrain.training.step.metric_check import check_sums
 from hvdtrain.training.step.optimizers import (
     OptimizerExchange,
@@ -61,8 +61,8 @@ class Predict(Protocol):
 class StepEvaluator(Protocol):
     """Evaluates by the model's `test_step`."""
 
-    added: Sequence[Kind]
-    """Kinds of the losses that layers add, in order."""
+    kinds: Kinds
+    """Which numbers of a batch are sums over samples."""
 
     def __call__(self, batches: Iterable[Batch], hooks: EvaluationHooks | None = None) -> Evaluation:
         """Evaluate on `batches`. Collective."""
@@ -73,6 +73,8 @@ class StepFactory(Protocol):
 
     narrow_outputs: bool
     """Whether the built model has 16-bit outputs."""
+    warnings: list[str]
+    """Of what the model computes otherwise than in one process."""
 
     @property
     def optimizer(self) -> Any:
@@ -143,7 +145,8 @@ class KerasStepFactory:
         self._logs = self._new_logs()
         self._rule: UpdateRule | None = None
         self._evaluator = self._new_evaluator()
-        self._added: tuple[Kind, ...] = ()
+        self._kinds = MEANS
+        self.warnings: list[str] = []
         self._several = len(optimizers_of(model)) > 1
         self._exchange: OptimizerExchange | None = None
         self._known: dict[int | None, CompiledStep] = {}
@@ -198,7 +201,7 @@ class KerasStepFactory:
         if self._backend.size > 1:
             self._check_metrics(batch)
         if self._backend.size > 1 or self._options.accumulate > 1:
-            self._added = self._evaluator.added = self._kinds_of_added_losses(batch)
+            self._find_kinds(batch)
         self._built = True
 
     def update_rule(self) -> UpdateRule:
@@ -240,11 +243,18 @@ class KerasStepFactory:
         """Return the predictor by `predict_step`."""
         return Predictor(self._backend, self._model)
 
-    def _kinds_of_added_losses(self, batch: Batch) -> tuple[Kind, ...]:
+    def _find_kinds(self, batch: Batch) -> None:
+        """Find out which numbers are sums over samples, in training and in evaluation."""
         model = self._model
-        if has_own_train_step(model):
-            return kinds_of_added_losses(model, batch, partial(unapplied, model))
-        return kinds_of_added_losses(model, batch, lambda batch: model(batch.inputs, training=True))
+        if not may_form_sums(model):
+            return
+        forms = partial(unapplied, model) if reads_outputs(model) else lambda batch: model(batch.inputs, training=True)
+        self._kinds, self.warnings = kinds_of(model, batch, forms, self._logs, self._backend)
+        self._evaluator.kinds = Kinds(added=self._kinds.added)
+        if forms_own_loss(model, "test_step"):
+            self._evaluator.kinds, _ = kinds_of(
+                model, batch, lambda batch: model.test_step(keras_data(batch)), self._logs, self._backend
+            )
 
     def _check_metrics(self, batch: Batch) -> None:
         """Reject metrics whose states cannot be added up."""
@@ -286,7 +296,7 @@ class KerasStepFactory:
 
     def _new_step(self, state: TrainState, rule: UpdateRule, microbatch: int | None) -> CompiledStep:
         if self._several:
-            return OptimizersStep(self._backend, state, self._exchanging(), self._logs, added=self._added)
+            return OptimizersStep(self._backend, state, self._exchanging(), self._logs, kinds=self._kinds)
         passes = ForwardBackward(
             self._backend,
             state,
@@ -294,7 +304,7 @@ class KerasStepFactory:
             forward=self._forward,
             jit=self._options.jit,
             parameters=rule.parameters(state.trainable),
-            added=self._added,
+            kinds=self._kinds,
             divides=rule.weights_agree and (self._backend.size > 1 or microbatch is not None),
         )
         return TrainStep(self._backend, state, passes=passes, logs=self._logs, rule=rule, microbatch=microbatch)

@@ -1,0 +1,126 @@
+"""Which numbers of a step are means over its samples, and which are sums."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from hvdtrain.backends.single import SingleBackend
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.data.batch import as_batch
+from hvdtrain.training.step.logs import StepLogs
+from hvdtrain.training.step.loss_kinds import kinds_of, may_form_sums
+from hvdtrain.training.step.optimizers import unapplied
+
+X = np.random.default_rng(0).standard_normal((6, 3)).astype("float32")
+
+
+def model_with(loss_of, *, layers=(), compute=False):
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.inner = keras.Sequential([*layers, keras.layers.Dense(2)])
+            self.seen = keras.metrics.Mean(name="seen")
+
+        def call(self, inputs, training=False):
+            return self.inner(inputs, training=training)
+
+        def train_step(self, inputs):
+            with tf.GradientTape() as tape:
+                loss = loss_of(self(inputs, training=True))
+            variables = self.trainable_variables
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+            self.seen.update_state(loss)
+            return {"seen": self.seen.result(), "loss": loss}
+
+    keras.utils.set_random_seed(0)
+    model = Own()
+    model(X)
+    model.compile("sgd")
+    return model
+
+
+def found(model):
+    backend = SingleBackend(None)
+    batch = as_batch(tf.constant(X), 1.0, len(X))
+    logs = StepLogs(backend, model, "train_step")
+    before = [np.array(variable.numpy()) for variable in [*model.variables, *model.seen.variables]]
+    kinds, warnings = kinds_of(model, batch, lambda batch: unapplied(model, batch), logs, backend)
+    after = [np.array(variable.numpy()) for variable in [*model.variables, *model.seen.variables]]
+    for one, other in zip(before, after, strict=True):
+        np.testing.assert_array_equal(one, other)
+    return kinds, warnings
+
+
+def squares(outputs):
+    return tf.reduce_sum(tf.square(outputs), -1)
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind"),
+    [
+        (lambda outputs: tf.reduce_mean(squares(outputs)), "mean"),
+        (lambda outputs: tf.reduce_sum(squares(outputs)), "sum"),
+        (lambda outputs: tf.nn.compute_average_loss(squares(outputs), global_batch_size=64), "sum"),
+        (lambda outputs: tf.nn.compute_average_loss(squares(outputs)), "mean"),
+    ],
+)
+@pytest.mark.parametrize("layers", [[], [keras.layers.Dropout(0.1)], [keras.layers.BatchNormalization()]])
+def test_a_mean_stays_for_twice_the_samples_and_a_sum_doubles(loss, kind, layers):
+    kinds, warnings = found(model_with(loss, layers=[type(layer).from_config(layer.get_config()) for layer in layers]))
+    assert (kinds.targets, kinds.means) == ((kind,), (kind,))
+    assert kinds.figures == ({"loss"} if kind == "sum" else set())
+    assert not warnings
+
+
+def test_a_loss_over_pairs_of_samples_is_named():
+    model = model_with(lambda outputs: tf.reduce_mean(tf.reduce_logsumexp(outputs @ tf.transpose(outputs), 1)))
+    kinds, warnings = found(model)
+    assert kinds.targets == ("mean",)
+    assert len(warnings) == 1
+    assert "the loss of Own is neither a mean nor a sum over the samples" in warnings[0]
+    assert "hvdtrain.all_gather(embeddings)" in warnings[0]
+
+
+def test_what_is_random_is_not_judged_to_the_last_digit():
+    kinds, warnings = found(model_with(lambda outputs: tf.reduce_mean(outputs + tf.random.normal([])) + 30.0))
+    assert kinds.targets == ("mean",)
+    assert not warnings
+
+
+def test_a_sum_that_a_function_may_hide_is_named():
+    @tf.function
+    def differentiated(model, inputs):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(inputs, training=True))
+        return loss, tape.gradient(loss, model.trainable_variables)
+
+    model = model_with(None)
+
+    def train_step(inputs):
+        loss, gradients = differentiated(model, inputs)
+        model.optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return {"loss": loss}
+
+    type(model).train_step = lambda self, inputs: train_step(inputs)
+    kinds, warnings = found(model)
+    assert kinds.targets == ("mean",)
+    assert kinds.figures == {"loss"}
+    assert len(warnings) == 1
+    assert "returns a sum over the samples (loss) and differentiates within a tf.function" in warnings[0]
+
+
+def test_an_added_loss_that_is_neither_is_refused():
+    class Spread(keras.layers.Layer):
+        def call(self, inputs):
+            self.add_loss(tf.reduce_max(inputs) * tf.cast(tf.shape(inputs)[0], tf.float32) ** 2)
+            return inputs
+
+    model = model_with(tf.reduce_mean, layers=[Spread()])
+    with pytest.raises(ConfigError, match=r"Spread 'spread\S*' adds a loss that is neither a mean nor a sum"):
+        found(model)
+
+
+def test_models_of_kerass_own_code_need_no_look():
+    assert not may_form_sums(keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]))
+    assert may_form_sums(model_with(tf.reduce_mean))
