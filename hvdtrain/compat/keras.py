@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src import backend as keras_backend
+from keras.src.backend.tensorflow import trainer as keras_trainer
 from keras.src.losses import loss as keras_losses
 
 from hvdtrain.compat import unlike, uses_attribute
@@ -424,6 +425,16 @@ def losses_by_output(model: Any) -> list[Any]:
     """Return a built model's loss objects, one per output with a loss. Assumes `CompileLoss._flat_losses`."""
     container = compiled_losses(model)
     return [] if container is None else [each.loss for each in container._flat_losses or ()]
+
+
+def joined_outputs(parts: Sequence[Any]) -> Any:
+    """Return one output of `predict`, as an array, or ragged as it was or where its inner dims differ by batch.
+
+    Assumes `potentially_ragged_concat` and `convert_to_np_if_not_ragged` of keras.src.backend.tensorflow.trainer.
+    """
+    composite = (tf.RaggedTensor, tf.SparseTensor)
+    tensors = [each if isinstance(each, composite) else tf.convert_to_tensor(each) for each in parts]
+    return keras_trainer.convert_to_np_if_not_ragged(keras_trainer.potentially_ragged_concat(tensors))
 
 
 def build_from(model: Any, data: Any) -> Any:

@@ -221,8 +221,7 @@ class Trainer(FittingTrainer):
         All ranks pass the same arguments. If ranks hold different weights, rank 0's are used.
 
         Args:
-            x: arrays [samples, …], a nest of them, or a batched tf.data.Dataset of inputs or of tuples that begin with
-                them; the full data on every rank.
+            x: inputs as for `fit`, or tuples that begin with them; the full data on every rank.
             batch_size: samples per step and rank, for arrays.
             verbose: ignored; nothing is printed.
             steps: number of batches to predict; default: all.

@@ -136,11 +136,14 @@ class PipelinedPredictor(Predictor):
         self._pipeline = pipeline
         self._forward = forward
 
+    def _has_fixed_rows(self, batch: Batch) -> bool:
+        return False  # stages send rows of samples to one another
+
     def _outputs_of(self, batch: Batch) -> Any:
         batch = replica_slice(batch, self._backend)
         outputs = self._forward.whole(self._forward(batch.inputs, "prediction"))
         if outputs is not None:
-            outputs = self._of_all_replicas(batch, outputs)
+            outputs = self._of_all_replicas(batch, outputs, "prediction/output")
         return share_outputs(
             self._forward, inputs=batch.inputs, outputs=outputs, gather=self._pipeline.all_gather, label="prediction"
         )
