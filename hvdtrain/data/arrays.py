@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -37,7 +38,7 @@ class ArraySource:
                 f"{name} must be (inputs, targets), (inputs, targets, sample_weight) or, without targets, (inputs,). "
                 f"Received: {f'a {kind} of {len(elements)}' if isinstance(elements, tuple | list) else kind}."
             )
-        arrays = tf.nest.map_structure(np.asarray, nest_of(tuple(elements)))
+        arrays = tf.nest.map_structure(_standard, nest_of(tuple(elements)))
         lengths = {len(array) if array.ndim else 0 for array in tf.nest.flatten(arrays)}
         if len(lengths) != 1:
             raise DataError(f"The arrays of {name} differ in length: {', '.join(map(str, sorted(lengths)))} samples.")
@@ -78,6 +79,14 @@ def nest_of(part: Any) -> Any:
     if isinstance(part, list) and not any(hasattr(entry, "shape") for entry in part):
         return np.asarray(part)
     return tuple(map(nest_of, part)) if isinstance(part, list | tuple) else part
+
+
+def _standard(array: Any) -> np.ndarray:
+    """Return an array; of floats in Keras' default dtype, as Keras makes them."""
+    found = np.asarray(array)
+    if np.issubdtype(found.dtype, np.floating) and found.dtype != keras.config.floatx():
+        return found.astype(keras.config.floatx())
+    return found
 
 
 def _is_finite(array: np.ndarray) -> bool:

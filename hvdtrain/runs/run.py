@@ -4,6 +4,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import keras
+
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.backends.select import backend_for
 from hvdtrain.checkpoint.background import BackgroundSaver
@@ -142,6 +144,7 @@ def _train(
                 observers=observers,
                 info=info,
                 save=saver,
+                callbacks=[keras.callbacks.SwapEMAWeights(swap_on_epoch=True)] if config.optim.ema else [],
                 stopping=stopping,
                 commits=commits,
             )

@@ -346,5 +346,5 @@ class TrainerCore:
             self._rule.sync_from_model()
 
     def _evaluate(self, batches: Iterable[Batch], hooks: EvaluationHooks | None = None) -> Evaluation:
-        with self.averaged_weights():
+        with self.averaged_weights() if hooks is not None and hooks.swaps else nullcontext():
             return self._factory.evaluator()(batches, hooks)

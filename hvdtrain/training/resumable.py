@@ -57,7 +57,8 @@ class ResumableTrainer(TrainerCore):
     def restore(self, folder: Folder, which: str = "newest") -> Path:
         """Load a checkpoint and return its path. Collective; only rank 0 needs to see the folder.
 
-        The next `fit` starts a new training from this state. If the model has no variables yet, the checkpoint is
+        The next `fit` starts a new training from this state. The weights are those that a `fit` would have left that
+        ended there: with `use_ema=True` the averages. If the model has no variables yet, the checkpoint is
         loaded by the next `fit`, `evaluate` or `predict`.
 
         Args:
@@ -94,8 +95,8 @@ class ResumableTrainer(TrainerCore):
     def _resume(self, folder: Path) -> Path | None:
         path = self._on_primary(lambda: _to_go_on_from(folder))
         if path is not None:
-            self._load(path)
             self._resuming = True
+            self._load(path)
         return path
 
     def _on_primary(self, find: Callable[[], Path | None]) -> Path | None:
@@ -125,6 +126,8 @@ class ResumableTrainer(TrainerCore):
         state.restore(scalars)
         state.held_weights = extras(path, self.backend)
         self.rule.on_state_loaded()
+        if not self._resuming:
+            self.rule.finalize()
 
     def _build_variables(self, batch: Batch, *, training: bool) -> None:
         """Also build the optimizers if a checkpoint is pending."""

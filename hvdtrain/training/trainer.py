@@ -4,6 +4,7 @@ The public interface; the implementation starts in `core.py`.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from os import PathLike
 from typing import Any
 
@@ -248,7 +249,7 @@ class Trainer(FittingTrainer):
         self._broadcast_first_weights()
         called = evaluation_callbacks(callbacks, self.model, self.backend)
         listed = None if called is None else called.list
-        with self.averaged_weights():
+        with self.averaged_weights() if called is not None and called.swaps else nullcontext():
             if shard is not None and self.backend.processes > 1:
                 return own_outputs(self.model, batches, listed)
             return self._predictor(batches, listed)

@@ -29,6 +29,9 @@ from hvdtrain.training.update_rules.base import UpdateRule
 class EvaluationHooks:
     """Evaluation callbacks, called on every replica with global metrics."""
 
+    swaps = False
+    """Whether the EMA of the weights is evaluated, in place of the weights (Keras' SwapEMAWeights)."""
+
     def begin_test_step(self, number: int) -> None:
         """Called before batch `number`, from 0."""
 

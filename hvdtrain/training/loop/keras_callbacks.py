@@ -11,6 +11,7 @@ import tensorflow as tf
 from hvdtrain.backends.protocol import Backend, gather
 from hvdtrain.compat.keras import is_default_hook, profiles_batches
 from hvdtrain.config.errors import ConfigError, opt
+from hvdtrain.optim.averaging import averages_weights
 from hvdtrain.state.callbacks import callback_states, held_weights, restore_callbacks
 from hvdtrain.state.hashes import Holders, checksum
 from hvdtrain.state.named_tensors import NamedTensor, placed_tensor
@@ -28,11 +29,6 @@ def check_callback(callback: Any) -> None:
         raise ConfigError(
             "BackupAndRestore would restore rank 0 alone here: Trainer.fit takes it, or trainer.resume(folder) before "
             "training goes on from a checkpoint."
-        )
-    if isinstance(callback, _listed_callbacks.SwapEMAWeights):
-        raise ConfigError(
-            "SwapEMAWeights is not needed: where the optimizer keeps averages (use_ema=True), it is they that are "
-            "evaluated and predict."
         )
     if not isinstance(callback, _listed_callbacks.Callback):
         raise ConfigError(f"callbacks must be keras.callbacks.Callback objects. Received: {callback!r}.")
@@ -190,7 +186,13 @@ class KerasCallbacks(EvaluationHooks):
         averaged_weights: Callable[[], AbstractContextManager[None]],
         add_history: bool = True,
     ) -> None:
-        mine = [callback for callback in tf.nest.flatten(list(callbacks)) if _acts(callback, backend.primary)]
+        flat = tf.nest.flatten(list(callbacks))
+        mine = [callback for callback in flat if _acts(callback, backend.primary)]
+        swapping = [callback for callback in flat if isinstance(callback, _callbacks.SwapEMAWeights)]
+        if swapping and not any(map(averages_weights, optimizers_of(model).values())):
+            raise ConfigError("SwapEMAWeights must be used when `use_ema=True` is set on the optimizer.")
+        self.swaps = bool(swapping)
+        self._swaps_at_epoch_ends = any(callback.swap_on_epoch for callback in swapping)
         self._backend = backend
         self._model = model
         self._averaged_weights = averaged_weights
@@ -270,8 +272,7 @@ class KerasCallbacks(EvaluationHooks):
     def end_epoch(self, epoch: int, logs: Mapping[str, Any]) -> None:
         """End an epoch, with loss, metrics and validation metrics (`val_`)."""
         self._logs = dict(logs)
-        # Weights saved for this metric must be the evaluated ones.
-        with self._averaged_weights():
+        with self._averaged_weights() if self._swaps_at_epoch_ends else nullcontext():
             self.list.on_epoch_end(epoch, dict(logs))
 
     def agree(self, step: StepEnd) -> Outcome:
@@ -322,6 +323,8 @@ class KerasCallbacks(EvaluationHooks):
 
 
 def _acts(callback: Any, primary: bool) -> bool:
+    if isinstance(callback, _callbacks.SwapEMAWeights):
+        return False  # an update rule may hold slices of the averages, and swaps them by itself
     if not primary:
         if isinstance(callback, WRITERS):
             return False

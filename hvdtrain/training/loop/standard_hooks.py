@@ -176,6 +176,7 @@ class StandardTraining:
         if self._rule.guard is not None:
             self._state.scalars.recent_losses = self._rule.guard.recent()
         self._actions.consolidate()
+        self._rule.finalize()
         if self._callbacks is not None:
             self._callbacks.end()
             self._rule.sync_from_model()

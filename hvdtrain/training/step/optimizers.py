@@ -280,6 +280,12 @@ class OptimizersUpdate(UpdateRule):
         with replaced_weights([(variable, average) for variable, average in pairs if average is not None]):
             yield
 
+    def finalize(self) -> None:
+        """Replace the weights by the EMA of `model.optimizer`, if any, as Keras does after a training."""
+        for variable, average in _averages_of(self._optimizers[MAIN]) if MAIN in self._optimizers else []:
+            if average is not None:
+                variable.assign(average)
+
     def _build_optimizer(self) -> None:
         """Build a single optimizer for all trained variables; several are built on first use."""
         if MAIN in self._optimizers and (len(self._optimizers) == 1 or self._optimizers[MAIN].built):

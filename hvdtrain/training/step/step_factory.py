@@ -249,12 +249,11 @@ class KerasStepFactory:
         if not may_form_sums(model):
             return
         forms = partial(unapplied, model) if reads_outputs(model) else lambda batch: model(batch.inputs, training=True)
-        self._kinds, self.warnings = kinds_of(model, batch, forms, self._logs, self._backend)
+        found = partial(kinds_of, model, batch, logs=self._logs, replicas=self._backend)
+        self._kinds, self.warnings = found(forms)
         self._evaluator.kinds = Kinds(added=self._kinds.added)
         if forms_own_loss(model, "test_step"):
-            self._evaluator.kinds, _ = kinds_of(
-                model, batch, lambda batch: model.test_step(keras_data(batch)), self._logs, self._backend
-            )
+            self._evaluator.kinds, _ = found(lambda batch: model.test_step(keras_data(batch)))
 
     def _check_metrics(self, batch: Batch) -> None:
         """Reject metrics whose states cannot be added up."""

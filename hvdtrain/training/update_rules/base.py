@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.gradients.reduction import Gradient
-from hvdtrain.optim.averaging import averaged_weights
+from hvdtrain.optim.averaging import averaged_weights, averages_weights
 from hvdtrain.optim.precision import has_dynamic_scale, loss_scale_of
 from hvdtrain.state.named_tensors import NamedTensor
 from hvdtrain.state.optimizers import extend_optimizer, replicated_slots
@@ -132,6 +132,18 @@ class UpdateRule:
     def averaged_weights(self) -> AbstractContextManager[None]:
         """Swap in the EMA of the weights (`use_ema=True`) inside the context."""
         return averaged_weights(self.optimizer, self.model)
+
+    def finalize(self) -> None:
+        """Replace the weights by their EMA, if any, as Keras does after a training. Collective."""
+        if not averages_weights(self.optimizer):
+            return
+        self.gather_weights()
+        self.consolidate()
+        with self.averaged_weights():
+            values = [tf.identity(variable.value) for variable in self.model.trainable_variables]
+        for variable, value in zip(self.model.trainable_variables, values, strict=True):
+            variable.assign(value)
+        self.sync_from_model()
 
     def _unless_bad(self, totals: tf.Tensor, update: Callable[[], None]) -> tf.Tensor:
         """Call `update`, unless a guard finds the step bad; return its totals."""

@@ -108,6 +108,15 @@ def sets_losses_aside():
     assert [float(loss) for loss in outer.losses] == [2.0]
 
 
+@CONTRACTS.of(compat.joined_outputs)
+def joins_outputs_as_predict_does():
+    one, other = tf.ones([2, 3]), tf.zeros([1, 3])
+    assert compat.joined_outputs([one, other]).tolist() == [[1.0] * 3, [1.0] * 3, [0.0] * 3]
+    assert compat.joined_outputs([tf.ones([]), tf.zeros([])]).tolist() == [1.0, 0.0]
+    ragged = compat.joined_outputs([tf.ones([1, 2]), tf.ones([1, 1])])
+    assert isinstance(ragged, tf.RaggedTensor)
+
+
 @CONTRACTS.of(compat.kernel_of)
 def has_a_kernel():
     for layer, shape in (

@@ -549,13 +549,45 @@ def test_rows_are_kept_once():
     np.testing.assert_allclose(dense[:, 0], np.bincount(rows, minlength=100))
 
 
-def test_predictions_are_those_of_what_is_evaluated():
-    """Both of the averages, where the optimizer keeps some."""
-    one = Trainer(model(), keras.optimizers.SGD(0.5, use_ema=True, ema_momentum=0.9), "mse")
-    one.fit((X, X), batch=8, epochs=2, verbose=False)
-    predicted = one.predict(X)
-    assert float(np.mean((predicted - X) ** 2)) == pytest.approx(one.evaluate((X, X)).loss, rel=1e-5)
-    assert float(np.mean((np.asarray(one.model(X)) - X) ** 2)) != pytest.approx(one.evaluate((X, X)).loss, rel=1e-5)
+def averaging():
+    return keras.optimizers.SGD(0.5, use_ema=True, ema_momentum=0.9)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_averages_take_the_place_of_the_weights_where_keras_puts_them(swapped):
+    """After a training; in validation by SwapEMAWeights alone."""
+    callbacks = [keras.callbacks.SwapEMAWeights()] if swapped else []
+    options = {"batch_size": 8, "epochs": 2, "validation_data": (X, X), "shuffle": False, "verbose": 0}
+    theirs, ours = model(), model()
+    ours.set_weights(theirs.get_weights())
+    theirs.compile(averaging(), "mse")
+    expected = theirs.fit(X, X, callbacks=callbacks, **options).history
+    one = Trainer(ours, averaging(), "mse")
+    found = one.fit(X, X, callbacks=callbacks, **options).history
+    np.testing.assert_allclose(found["val_loss"], expected["val_loss"], rtol=1e-5)
+    for weight, their in zip(ours.get_weights(), theirs.get_weights(), strict=True):
+        np.testing.assert_allclose(weight, their, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(one.predict(X), one.model.predict(X, verbose=0), rtol=1e-5, atol=1e-7)
+    assert (one.evaluate(X, X, verbose=0) == pytest.approx(found["val_loss"][-1], rel=1e-5)) == swapped
+
+
+def test_a_callback_that_saves_finds_averages_where_they_are_swapped_at_epoch_ends(tmp_path):
+    saving = keras.callbacks.ModelCheckpoint(tmp_path / "{epoch}.keras")
+    callbacks = [keras.callbacks.SwapEMAWeights(swap_on_epoch=True), saving]
+    one = Trainer(model(), averaging(), "mse")
+    one.fit(X, X, batch=8, epochs=2, callbacks=callbacks, verbose=0)
+    for ours, saved in zip(
+        one.model.get_weights(), keras.models.load_model(tmp_path / "2.keras").get_weights(), strict=True
+    ):
+        np.testing.assert_array_equal(ours, saved)
+
+
+def test_what_is_restored_is_what_a_training_leaves(tmp_path):
+    one = Trainer(model(), averaging(), "mse")
+    one.fit(X, X, batch=8, epochs=2, checkpoint=tmp_path, verbose=0)
+    other = Trainer(model(), averaging(), "mse")
+    other.restore(tmp_path)
+    np.testing.assert_array_equal(other.predict(X), one.predict(X))
 
 
 def test_metrics_are_called_what_they_were_asked_for_as():
@@ -575,7 +607,7 @@ def test_callbacks_hear_of_evaluations_and_of_the_end():
     trainer(metrics=["accuracy"]).fit((X, Y), batch=16, validation_data=(X, Y), callbacks=[note], verbose=False)
     names = {"loss", "accuracy"}
     assert heard == ["test begins", ("test ends", names), ("end", names | {"val_loss", "val_accuracy"})]
-    with pytest.raises(ConfigError, match="SwapEMAWeights is not needed"):
+    with pytest.raises(ConfigError, match="SwapEMAWeights must be used when `use_ema=True` is set"):
         trainer().fit((X, Y), batch=16, callbacks=[keras.callbacks.SwapEMAWeights()], verbose=False)
 
 

@@ -45,7 +45,7 @@ def found(model):
     batch = as_batch(tf.constant(X), 1.0, len(X))
     logs = StepLogs(backend, model, "train_step")
     before = [np.array(variable.numpy()) for variable in [*model.variables, *model.seen.variables]]
-    kinds, warnings = kinds_of(model, batch, lambda batch: unapplied(model, batch), logs, backend)
+    kinds, warnings = kinds_of(model, batch, lambda batch: unapplied(model, batch), logs=logs, replicas=backend)
     after = [np.array(variable.numpy()) for variable in [*model.variables, *model.seen.variables]]
     for one, other in zip(before, after, strict=True):
         np.testing.assert_array_equal(one, other)
