@@ -15,7 +15,7 @@ from hvdtrain.checkpoint.tensor_files import SliceReader
 from hvdtrain.config.errors import CheckpointError
 from hvdtrain.runtime.placement import whole_box
 from hvdtrain.state.named_tensors import NamedTensor, elements, spec_of, values_in
-from hvdtrain.state.train_state import EXTRA
+from hvdtrain.state.train_state import OPTIONAL
 
 Kind = tuple[str, tuple[int, ...]]
 """Dtype and global shape of a tensor."""
@@ -57,8 +57,8 @@ def restore(path: Path, tensors: Mapping[str, NamedTensor], ranks: Backend) -> d
     return scalars
 
 
-def extras(path: Path, ranks: Backend) -> dict[str, np.ndarray]:
-    """Return the checkpoint's tensors that no state needs, by their path below `EXTRA`. Collective.
+def extras(path: Path, ranks: Backend, prefix: str) -> dict[str, np.ndarray]:
+    """Return the checkpoint's tensors below `prefix`, which it need not have, by their path from there. Collective.
 
     Raises:
         CheckpointError: it is damaged.
@@ -70,7 +70,7 @@ def extras(path: Path, ranks: Backend) -> dict[str, np.ndarray]:
             return []
         readers.append(SliceReader(path))
         found = readers[0].tensors.items()
-        return [[name, tensor.dtype, list(tensor.global_shape)] for name, tensor in found if name.startswith(EXTRA)]
+        return [[name, tensor.dtype, list(tensor.global_shape)] for name, tensor in found if name.startswith(prefix)]
 
     def read() -> None:
         for reader in readers:
@@ -83,7 +83,7 @@ def extras(path: Path, ranks: Backend) -> dict[str, np.ndarray]:
     if sent:
         on_every_rank(ranks, read)
         ranks.broadcast(sent, among="job")
-    return {name.removeprefix(EXTRA): variable.numpy() for name, variable in sent.items()}
+    return {name.removeprefix(prefix): variable.numpy() for name, variable in sent.items()}
 
 
 def check_fit(path: Path, reader: SliceReader, needed: Mapping[str, Kind]) -> None:
@@ -95,7 +95,7 @@ def check_fit(path: Path, reader: SliceReader, needed: Mapping[str, Kind]) -> No
     saved = {
         name: (tensor.dtype, tensor.global_shape)
         for name, tensor in reader.tensors.items()
-        if not name.startswith(EXTRA)
+        if not name.startswith(OPTIONAL)
     }
     wrong = [
         f"{name}: saved {_words(saved.get(name))}, needed {_words(needed.get(name))}"

@@ -53,6 +53,19 @@ def _copied(model: Any, old: Any, new: Any) -> Any:
     return copy
 
 
+def _refuse_another(layer: Any, copy: Any) -> None:
+    """Reject a copy that lacks what the layer's configuration does not say (ConfigError)."""
+    plain, known = (bool, int, float, str), vars(keras.layers.Layer())
+    mine = {name: value for name, value in vars(layer).items() if isinstance(value, plain) and name not in known}
+    wrong = [name for name, value in mine.items() if not name.startswith("_") and getattr(copy, name, None) != value]
+    if wrong:
+        raise ConfigError(
+            f"A model cannot be copied without all settings of its layers. Received: {_described(layer)}, whose "
+            f"get_config() leaves out {', '.join(wrong)}. Use "
+            "hvdtrain.SyncBatchNormalization in the model's code instead."
+        )
+
+
 class _Replacement:
     """Copies each layer and model once, so that shared layers stay shared."""
 
@@ -77,12 +90,14 @@ class _Replacement:
                 f"{_described(layer)}, which holds one inside. Use hvdtrain.SyncBatchNormalization in its code."
             )
         try:
-            return type(layer).from_config(layer.get_config())
+            copy = type(layer).from_config(layer.get_config())
         except (NotImplementedError, TypeError) as error:
             raise ConfigError(
                 f"A model cannot be copied without get_config() of all of its layers. Received: {_described(layer)}: "
                 f"{error} Use hvdtrain.SyncBatchNormalization in the model's code instead."
             ) from error
+        _refuse_another(layer, copy)
+        return copy
 
 
 def _holds(operation: Any, kind: type) -> bool:

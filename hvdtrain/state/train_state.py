@@ -16,6 +16,7 @@ from hvdtrain.optim.averaging import innermost
 from hvdtrain.runtime.compiled import run_once
 from hvdtrain.runtime.placement import drawn_apart, drawn_for_samples, whole_box
 from hvdtrain.state.hashes import digest_of, digest_of_parts
+from hvdtrain.state.layer_states import layers_with_states, restore_states, share_states, states_of
 from hvdtrain.state.named_tensors import (
     NamedTensor,
     StateSpec,
@@ -37,7 +38,10 @@ CALLS_PER_STEP = 4096
 MODEL = "model/"
 """Path prefix of the model's weights."""
 EXTRA = "callbacks/"
-"""Path prefix of optional checkpoint tensors."""
+"""Path prefix of weights that callbacks hold, in a checkpoint."""
+LAYERS = "layers/"
+"""Path prefix of what layers hold beside their variables, in a checkpoint."""
+OPTIONAL = (EXTRA, LAYERS)
 _MASK = 0xFFFFFFFF
 """32 bits of a seed generator's key and counter."""
 _SPREAD = 0x9E3779B1
@@ -100,7 +104,16 @@ class TrainState:
                 "checkpoints cannot take yet: leave it out; --keep-best keeps the best checkpoint."
             )
         held = {f"{EXTRA}{path}": replicated_tensor(tf.constant(array)) for path, array in self.held_weights.items()}
-        return {**self.named_tensors(), **held}
+        return {**self.named_tensors(), **held, **self._layer_states()}
+
+    def _layer_states(self) -> dict[str, NamedTensor]:
+        states = {} if is_split(self.model) else states_of(layers_with_states(self.model))
+        return {f"{LAYERS}{place}": replicated_tensor(tf.constant(state)) for place, state in states.items()}
+
+    def restore_layers(self, states: Mapping[str, np.ndarray]) -> None:
+        """Restore what layers hold beside their variables; without `states`, let them derive it from these."""
+        layers = layers_with_states(self.model)
+        restore_states(layers, {**states_of(layers), **states})
 
     def weight_paths(self) -> list[str]:
         """Return the structural paths of the weights, in the order of `model.get_weights()`."""
@@ -140,6 +153,7 @@ class TrainState:
         if backend.axes.get("tp", 1) > 1:
             whole = {path: tensor.value for path, tensor in tensors if tensor.slice == whole_box(tensor.global_shape)}
             backend.broadcast(whole, among="tp")
+        share_states(self.model, backend, root)
         self.restore(everyone[root][1])
 
     def average_statistics(self, backend: Backend) -> None:

@@ -19,6 +19,7 @@ from hvdtrain.optim.optimizers import check_updates_slices, known_optimizers
 from hvdtrain.optim.precision import precision, set_precision
 from hvdtrain.runtime.placement import placement_of
 from hvdtrain.state.initial_values import build_lazily
+from hvdtrain.state.layer_states import copy_states
 from hvdtrain.state.optimizers import optimizers_of
 from hvdtrain.training.options import StepOptions
 from hvdtrain.training.update_rules.select import builds_sharded
@@ -74,7 +75,9 @@ def converted(model: Any, options: StepOptions) -> Any:
             f"{opt('sync_batch_norm')} copies the model, and {model.name!r} is split among ranks: use "
             "hvdtrain.SyncBatchNormalization in its code, and leave the option out."
         )
-    return with_sync_batch_norm(model)
+    copy = with_sync_batch_norm(model)
+    copy_states(model, copy)
+    return copy
 
 
 def check_layers(model: Any, options: StepOptions) -> None:

@@ -22,6 +22,7 @@ from hvdtrain.observability.wording import plural
 from hvdtrain.runtime.logs import LOGGER
 from hvdtrain.runtime.session import current
 from hvdtrain.state.scalars import Scalars
+from hvdtrain.state.train_state import EXTRA, LAYERS
 from hvdtrain.training.agreement import agree_on_call, check_same_data, described
 from hvdtrain.training.backup import Backup
 from hvdtrain.training.core import TrainerCore
@@ -124,7 +125,8 @@ class ResumableTrainer(TrainerCore):
         state = self.state
         scalars = restore(path, state.named_tensors(), self.backend)
         state.restore(scalars)
-        state.held_weights = extras(path, self.backend)
+        state.held_weights = extras(path, self.backend, EXTRA)
+        state.restore_layers(extras(path, self.backend, LAYERS))
         self.rule.on_state_loaded()
         if not self._resuming:
             self.rule.finalize()

@@ -105,6 +105,18 @@ def computing_in(dtype: str) -> Iterator[None]:
         keras.config.set_dtype_policy(before[1])
 
 
+@contextmanager
+def exact_arrays() -> Iterator[None]:
+    """Let arrays keep 64 bits on their way into a training; what a check builds has the types that it says."""
+    policy = keras.config.dtype_policy()
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy(policy)
+    try:
+        yield
+    finally:
+        keras.config.set_floatx("float32")
+
+
 Loss = Callable[[Any, Any], tf.Tensor]
 Transform = Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]]
 

@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 from builders import CROSS_ENTROPY, MODELS, SAMPLES, TOLERANCE, dense_data, dense_model, per_sample
 from checks.parity import Sabotaged, assert_parity, parity_error
-from world import World, flat_bytes, moved, plain_training, relative_error
+from world import World, exact_arrays, flat_bytes, moved, plain_training, relative_error
 from worlds import worlds
 
 import hvdtrain
@@ -16,6 +16,7 @@ from hvdtrain.optim.precision import precision
 
 @worlds("mpirun-2", "gloo-2")
 @worlds("gloo-1", "gloo-4", extended=True)
+@exact_arrays()
 def check_trainer_dense_and_sparse(world: World) -> None:
     """A batch of 16 in two or four microbatches on each rank, with a tail of 6 that does not divide."""
     assert_parity(world, "dense", "adam", "float64", accumulate=4)

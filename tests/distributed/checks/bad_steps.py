@@ -10,7 +10,7 @@ import tensorflow as tf
 from builders import CROSS_ENTROPY, EPOCHS, trained_alone, wide_data, wide_model
 from checks.calls import refusal
 from checks.training import CROSSENTROPY, classifier, samples
-from world import World, flat_bytes, relative_error
+from world import World, exact_arrays, flat_bytes, relative_error
 from worlds import worlds
 
 import hvdtrain
@@ -83,6 +83,7 @@ def check_a_bad_sample_on_one_rank_is_skipped_by_all(world: World) -> None:
 
 @worlds("mpirun-2")
 @worlds("gloo-4", extended=True)
+@exact_arrays()
 def check_skipping_is_what_one_process_does_without_the_batch(world: World) -> None:
     """Against a plain loop in this process, in float64 and with a short last batch."""
     x, y = wide_data("float64")

@@ -18,7 +18,7 @@ from builders import (
     per_sample,
     trained_alone,
 )
-from world import World, flat_bytes, grappler, moved, plain_training, relative_error
+from world import World, exact_arrays, flat_bytes, grappler, moved, plain_training, relative_error
 from worlds import worlds
 
 import hvdtrain
@@ -57,6 +57,7 @@ def assert_parity(world: World, kind: str, optimizer: str, dtype: str, **options
 @worlds("mpirun-2", "gloo-2", "gloo-4")
 @worlds("gloo-1", "mpirun-4", extended=True)
 @grappler()
+@exact_arrays()
 def check_dense_sgd_float64(world: World) -> None:
     assert_parity(world, "dense", "sgd", "float64")
 
@@ -102,6 +103,7 @@ def check_embedding_adam_float32(world: World) -> None:
 
 @worlds("mpirun-2", "gloo-2")
 @worlds("gloo-1", "gloo-4", extended=True)
+@exact_arrays()
 def check_batches_with_fewer_samples_than_ranks(world: World) -> None:
     """Ranks without a sample hold one that does not count, at the end of every epoch."""
     x, y = (array[:18] for array in dense_data("float64"))

@@ -23,7 +23,7 @@ from builders import (
     wide_data,
     wide_model,
 )
-from world import World, flat_bytes, moved, plain_step, plain_training, relative_error
+from world import World, exact_arrays, flat_bytes, moved, plain_step, plain_training, relative_error
 from worlds import worlds
 
 import hvdtrain
@@ -51,6 +51,7 @@ def assert_equal(trainer: Any, expected: Sequence[np.ndarray], dtype: str, what:
 
 @worlds("mpirun-2", "gloo-2")
 @worlds("mpirun-4", extended=True)
+@exact_arrays()
 def check_sharded_slots_train_like_one_process(world: World) -> None:
     for kind, optimizer, dtype in (
         ("wide", "sgd", "float32"),

@@ -1,0 +1,143 @@
+"""What layers hold beside their variables, by Keras' own protocol for saving: vocabularies, adapted moments."""
+
+import hashlib
+import io
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.backends.protocol import Backend
+from hvdtrain.compat.keras import flatten_layers
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.runtime.placement import placement_of
+
+_VARIABLES, _ASSETS = "variables/", "assets/"
+
+
+def layers_with_states(model: Any) -> dict[str, Any]:
+    """Return the layers that do more than hold variables when they are saved or loaded, by their place in the model.
+
+    Of Keras' own those with assets, or that derive something from what they have adapted to; of others all that
+    override how their variables are saved or loaded. None of them has variables of which a rank holds a slice.
+    """
+    layers = list({id(layer): layer for layer in flatten_layers(model)}.values())
+    return {f"{place}": layer for place, layer in enumerate(layers) if _has_state(layer)}
+
+
+def states_of(layers: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Return the state of each layer, as the bytes of an .npz file."""
+    return {place: _packed(layer) for place, layer in layers.items()}
+
+
+def restore_states(layers: Mapping[str, Any], states: Mapping[str, np.ndarray]) -> None:
+    """Restore the states of layers; those that are not built yet, or not listed, stay as they are."""
+    for place, layer in layers.items():
+        if place in states and layer.built:
+            _unpack(layer, states[place])
+
+
+def copy_states(model: Any, copy: Any) -> None:
+    """Give the layers of a model's copy the states of those of the model."""
+    restore_states(layers_with_states(copy), states_of(layers_with_states(model)))
+
+
+def share_states(model: Any, backend: Backend, root: int) -> None:
+    """Give every rank the states of `root`. Collective.
+
+    Raises:
+        ConfigError: the layers' configurations differ, such as a vocabulary that was given to the constructor.
+    """
+    layers = layers_with_states(model)
+    if not layers:
+        return
+    states = states_of(layers)
+    mine = {place: [_config_hash(layer), _hash(states[place])] for place, layer in layers.items()}
+    everyone = [json.loads(text) for text in backend.gather_bytes(json.dumps(mine).encode(), timeout=None)]
+    for rank, theirs in enumerate(everyone):
+        for place, layer in layers.items():
+            if theirs.get(place, [None])[0] != everyone[root][place][0]:
+                raise ConfigError(
+                    f"{type(layer).__name__} {layer.name!r} of rank {rank} was made with other arguments than that of "
+                    f"rank {root}, such as another vocabulary. Make it from the same data on every rank, or "
+                    f"adapt() it: rank {root}'s state is used then."
+                )
+    if all(theirs == everyone[root] for theirs in everyone):
+        restore_states(layers, states)
+        return
+    payload = json.dumps({place: state.tobytes().hex() for place, state in states.items()}).encode()
+    sent = backend.gather_bytes(payload if backend.rank == root else b"{}", timeout=None)[root]
+    received = {place: np.frombuffer(bytes.fromhex(text), np.uint8) for place, text in json.loads(sent).items()}
+    restore_states(layers, received)
+
+
+def _has_state(layer: Any) -> bool:
+    if any(placement_of(variable) for variable in layer.variables):
+        return False
+    if hasattr(layer, "save_assets") or hasattr(layer, "finalize_state"):
+        return True
+    hooks = ("save_own_variables", "load_own_variables")
+    return any(hook in vars(kind) for kind in type(layer).__mro__ if not _is_known(kind) for hook in hooks)
+
+
+def _is_known(kind: type) -> bool:
+    """Return whether a class is Keras' or this package's, whose layers hold variables alone."""
+    return kind.__module__.split(".")[0] in ("keras", "hvdtrain")
+
+
+def _packed(layer: Any) -> np.ndarray:
+    """Return the bytes [n], uint8, of an .npz file of what the layer saves."""
+    store: dict[str, Any] = {}
+    if layer.built and hasattr(layer, "save_own_variables"):
+        layer.save_own_variables(store)
+    parts = {f"{_VARIABLES}{name}": np.asarray(value) for name, value in store.items()}
+    if hasattr(layer, "save_assets"):
+        with tempfile.TemporaryDirectory(prefix="hvdtrain-") as folder:
+            layer.save_assets(folder)
+            for file in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
+                parts[f"{_ASSETS}{file.relative_to(folder)}"] = np.frombuffer(file.read_bytes(), np.uint8)
+    buffer = io.BytesIO()
+    np.savez(buffer, **dict[str, Any](parts))
+    return np.frombuffer(buffer.getvalue(), np.uint8)
+
+
+def _unpack(layer: Any, state: np.ndarray) -> None:
+    with np.load(io.BytesIO(state.tobytes())) as parts:
+        store = {name.removeprefix(_VARIABLES): parts[name] for name in parts.files if name.startswith(_VARIABLES)}
+        files = {name.removeprefix(_ASSETS): parts[name] for name in parts.files if name.startswith(_ASSETS)}
+    if files:
+        with tempfile.TemporaryDirectory(prefix="hvdtrain-") as folder:
+            for name, content in files.items():
+                path = Path(folder) / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content.tobytes())
+            layer.load_assets(folder)
+    if store:
+        layer.load_own_variables(store)
+
+
+def _hash(state: np.ndarray) -> str:
+    with np.load(io.BytesIO(state.tobytes())) as parts:
+        digest = hashlib.sha256()
+        for name in sorted(parts.files):
+            digest.update(name.encode() + repr((parts[name].dtype.str, parts[name].shape)).encode())
+            digest.update(np.ascontiguousarray(parts[name]).tobytes())
+    return digest.hexdigest()
+
+
+def _config_hash(layer: Any) -> str | None:
+    """Return a hash of what the layer was made with; None if it cannot say."""
+    try:
+        config = dict(layer.get_config())
+    except NotImplementedError:
+        return None
+    config.pop("name", None)
+    return hashlib.sha256(json.dumps(config, sort_keys=True, default=_name_of).encode()).hexdigest()
+
+
+def _name_of(thing: Any) -> str:
+    """Return a name without an address, which would differ by process."""
+    return str(getattr(thing, "__name__", type(thing).__name__))
