@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from hvdtrain.config.errors import ConfigError, opt
+from hvdtrain.config.errors import ConfigError, DataError, opt
 
 
 class Batch(NamedTuple):
@@ -76,6 +76,11 @@ def slice_bounds(total: int, index: int, size: int) -> tuple[int, int, float]:
     return first, max(end, first + 1), float(end > begin)
 
 
+def samples_in(batch: Batch) -> Any:
+    """Return the tensor that has a row for each sample: of arrays that differ in length, the first target."""
+    return tf.nest.flatten(batch.inputs if batch.targets is None else batch.targets)[0]
+
+
 def as_batch(element: Any, has_samples: Any, total: Any, *, finite: bool | None = None) -> Batch:
     """Make a `Batch` of (inputs, targets[, sample weights]); any other element is inputs without targets."""
     pair = isinstance(element, tuple) and len(element) in (2, 3)
@@ -99,26 +104,45 @@ def packed(elements: tuple[Any, ...]) -> Any:
 def slice_batch(element: Any, index: int, size: int) -> Batch:
     """Take this replica's slice of a global batch: a nest of tensors [samples, …].
 
-    Tensors may differ in length, as labeled and unlabeled samples of one step do: each is split by itself, and has to
-    divide among the replicas then. The samples of the first one are those that count.
+    Elements of two datasets that were zipped may differ in length, as labeled and unlabeled samples of one step do:
+    each is split by itself, and has to divide among the replicas then. Other tensors that differ in length are not
+    split: what belongs together, such as the edges and nodes of a graph, would be cut.
     """
-    total = _length(tf.nest.flatten(element)[0])
+    total = _length(samples_in(as_batch(element, 1.0, 0)))
     _, _, has_samples = slice_bounds_of_tensor(total, index, size)
+    zipped = isinstance(element, tuple) and len(element) == 2 and isinstance(element[1], tuple)
 
-    def cut(tensor: tf.Tensor) -> tf.Tensor:
-        length = _length(tensor)
-        fits = (length == total) | ((length % size == 0) & (total % size == 0))
-        checked = tf.debugging.Assert(fits, [_UNEQUAL, length, total])
+    def cut(part: Any) -> Any:
+        length = _length(tf.nest.flatten(part)[0])
+        whole = (length == total) | ((length % size == 0) & (total % size == 0))
+        return tf.nest.map_structure(lambda tensor: cut_one(tensor, length, whole), part)
+
+    def cut_one(tensor: tf.Tensor, length: tf.Tensor, whole: tf.Tensor) -> tf.Tensor:
+        if size == 1:
+            return tensor
+        fits = whole & (_length(tensor) == length) & (length > 0)
+        checked = tf.debugging.Assert(fits, [_UNEQUAL, _length(tensor), length, total])
         with tf.control_dependencies([] if checked is None else [checked]):
             first, last, _ = slice_bounds_of_tensor(length, index, size)
             return tensor[first:last]
 
-    return as_batch(tf.nest.map_structure(cut, element), has_samples, tf.cast(total, tf.int32))
+    return as_batch(tuple(map(cut, element)) if zipped else cut(element), has_samples, tf.cast(total, tf.int32))
+
+
+def check_division(element: Any, size: int) -> None:
+    """Reject a global batch that `slice_batch` does not split. Raises DataError."""
+    try:
+        slice_batch(element, 0, size)
+    except tf.errors.InvalidArgumentError as error:
+        lengths = [len(tensor) for tensor in tf.nest.flatten(element)]
+        raise DataError(f"{_UNEQUAL} {', '.join(map(str, lengths))}.") from error
 
 
 _UNEQUAL = (
-    "The tensors of a batch differ in length, so that each must hold a multiple of the number of ranks: use "
-    "batch(…, drop_remainder=True). Received lengths:"
+    "A batch is empty, or its tensors differ in length, and slices would cut what belongs together, such as the edges "
+    "and nodes of a graph. Use drop_remainder=True where two datasets are zipped, leave out empty batches, or give "
+    'each rank whole batches of its own: fit(dataset.shard(hvdtrain.size(), hvdtrain.rank()), shard="rank"). '
+    "Received lengths:"
 )
 
 

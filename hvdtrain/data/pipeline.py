@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from hvdtrain.config.data import Sharding, Tail
+from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.data.augment import Augmentation, Draws
 from hvdtrain.data.bad_records import BadRecords, Gather, with_weights
 from hvdtrain.data.batch import Batch, as_batch, packed, per_replica, slice_batch, slice_bounds, slice_bounds_of_tensor
@@ -97,9 +98,10 @@ class SourceTraining:
         gather: returns every rank's bytes to all, to share bad samples at the start of each epoch.
         remedy: advice shown if steps wait for data.
         uneven: whether a batch need not divide among the replicas.
+        steps_per_epoch: steps after which an epoch ends within a pass over the samples; default: a whole pass.
 
     Raises:
-        ConfigError: the batch does not divide among the replicas.
+        ConfigError: the batch does not divide among the replicas, or a pass not into epochs.
     """
 
     def __init__(
@@ -117,6 +119,7 @@ class SourceTraining:
         gather: Gather | None = None,
         remedy: str = "What helps: a larger batch.",
         uneven: bool = False,
+        steps_per_epoch: int | None = None,
     ) -> None:
         per_replica(batch, size, uneven=uneven)
         self.order = (
@@ -125,13 +128,22 @@ class SourceTraining:
             else Order(samples=source.size, batch=batch, seed=seed, shuffle=shuffle, tail=tail)
         )
         self.batch = batch
-        self.steps_per_epoch = self.order.steps_per_epoch
+        self.steps_per_epoch = self._steps_per_epoch(steps_per_epoch)
         self.source = source
         self.remedy = remedy
         self.read_options = read_options or ReadOptions()
         self.bad = BadRecords(source, self.read_options.tolerated, gather)
         self._index = index
         self._size = size
+
+    def _steps_per_epoch(self, given: int | None) -> int:
+        steps = self.order.steps_per_epoch
+        if given is None or steps % given == 0:
+            return given or steps
+        raise ConfigError(
+            f"A pass over the data has {steps} steps, which {opt('steps_per_epoch', given)} does not divide: "
+            "Keras would interrupt an epoch where the data run out. Use a divisor, or leave it out."
+        )
 
     def batches(self, start_step: int) -> Iterator[Batch]:
         """Yield this replica's slices from step `start_step` on, endlessly.
@@ -143,7 +155,7 @@ class SourceTraining:
         while True:
             try:
                 for batch in self._batches_from(step):
-                    if step % self.steps_per_epoch == 0:
+                    if step % self.order.steps_per_epoch == 0:
                         self.bad.share()
                     step += 1
                     yield batch
@@ -165,7 +177,7 @@ class SourceTraining:
 
     def _part_of(self, step: int) -> tf.Tensor:
         """Return the numbers of this replica's samples in the batch of `step`."""
-        epoch, within = divmod(step, self.steps_per_epoch)
+        epoch, within = divmod(step, self.order.steps_per_epoch)
         samples = self.batch if within < self.order.full_batches else self.order.rest
         return self.order.slice_numbers(epoch, within, 1, samples, self._index, self._size)[0]
 
@@ -176,12 +188,12 @@ class SourceTraining:
         step is compiled for it.
         """
         order = self.order
-        epoch, within = divmod(start_step, self.steps_per_epoch)
+        epoch, within = divmod(start_step, self.order.steps_per_epoch)
         # Nothing is built before the first batch is asked for.
         whole = self._stream(epoch, skip=within, first=0, steps=order.full_batches, samples=self.batch)
         rest = self._stream(epoch, skip=0, first=order.full_batches, steps=1, samples=order.rest)
         for step in itertools.count(within):
-            yield next(whole if step % self.steps_per_epoch < order.full_batches else rest)
+            yield next(whole if step % self.order.steps_per_epoch < order.full_batches else rest)
 
     def _stream(self, epoch: int, skip: int, first: int, steps: int, samples: int) -> Iterator[Batch]:
         """Yield this replica's slices of batches `first` … `first + steps - 1`, of `samples` each, of every epoch.
@@ -196,7 +208,7 @@ class SourceTraining:
             mine = self.order.slice_numbers(epoch, first, steps, samples, self._index, self._size)
             if augment is None:
                 return tf.data.Dataset.from_tensor_slices((mine,))
-            numbered = epoch * self.steps_per_epoch + first + tf.range(steps, dtype=tf.int64)
+            numbered = epoch * self.order.steps_per_epoch + first + tf.range(steps, dtype=tf.int64)
             return tf.data.Dataset.from_tensor_slices((mine, numbered))
 
         def load(numbers: tf.Tensor, step: tf.Tensor | None = None) -> tuple[Any, ...]:

@@ -20,6 +20,11 @@ def is_arrays(data: Any) -> bool:
     return not isinstance(data, tf.data.Dataset) and not is_stream(data)
 
 
+def number_of_samples(data: Any) -> int:
+    """Return the samples of arrays."""
+    return data.size if isinstance(data, ArraySource) else len(tf.nest.flatten(data)[0])
+
+
 def combined(x: Any, y: Any = None, sample_weight: Any = None) -> Any:
     """Combine data arguments: batches unchanged, arrays as `(inputs, targets[, sample_weight])`.
 

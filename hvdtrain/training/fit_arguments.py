@@ -18,6 +18,7 @@ from hvdtrain.training.data_arguments import (
     combined,
     global_batch,
     is_arrays,
+    number_of_samples,
     split_arrays,
 )
 from hvdtrain.training.inputs import training_data, with_class_weights
@@ -50,7 +51,15 @@ class DataArguments:
 
     def global_batch(self, backend: Backend) -> int | None:
         """Return the samples per step over all ranks; None if the data are batched."""
-        return global_batch(self.batch_size, self.batch, backend, BATCH_SIZE if is_arrays(self.given()) else None)
+        return self._batch_for(self.given(), backend)
+
+    def _batch_for(self, data: Any, backend: Backend) -> int | None:
+        """Return the samples per step over all ranks; of arrays by default as many as `steps_per_epoch` asks for."""
+        if not is_arrays(data):
+            return global_batch(self.batch_size, self.batch, backend)
+        if self.steps_per_epoch and self.batch_size is None and self.batch is None:
+            return -(-number_of_samples(data) // self.steps_per_epoch)
+        return global_batch(self.batch_size, self.batch, backend, BATCH_SIZE)
 
     def training(self, data: Any, backend: Backend, seed: int) -> TrainingData:
         """Return the stream of this replica's batches of `data`."""
@@ -58,7 +67,7 @@ class DataArguments:
         return read(
             with_class_weights(data, self.class_weight),
             backend,
-            batch=global_batch(self.batch_size, self.batch, backend, BATCH_SIZE if is_arrays(data) else None),
+            batch=self._batch_for(data, backend),
             seed=seed,
             shuffle=bool(self.shuffle),
             steps_per_epoch=self.steps_per_epoch,

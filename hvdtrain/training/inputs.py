@@ -10,7 +10,7 @@ import tensorflow as tf
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import ConfigError, DataError, NoSamplesError
 from hvdtrain.data.arrays import ArraySource
-from hvdtrain.data.batch import Batch, Change, per_replica
+from hvdtrain.data.batch import Batch, Change, check_division, per_replica
 from hvdtrain.data.pipeline import SourceEvaluation, SourceTraining, TrainingData
 from hvdtrain.data.streams.dataset_batches import DatasetTraining, evaluation_of_dataset
 from hvdtrain.data.streams.given import AsMany, Given, check_given, content_of
@@ -43,7 +43,7 @@ def training_data(
         batch: samples of a global batch; None for batched data.
         seed: of the order of arrays, and of a PyDataset's batches.
         shuffle: whether to shuffle these; other data keep their own order.
-        steps_per_epoch: steps per epoch of infinite data.
+        steps_per_epoch: steps per epoch of infinite data, or of arrays if an epoch is a part of a pass.
 
     Raises:
         ConfigError: a missing batch, or one that is not divisible by the replicas.
@@ -56,14 +56,19 @@ def training_data(
         return _stream(data, change, backend, batch=batch, seed=seed, shuffle=shuffle, steps_per_epoch=steps_per_epoch)
     if batch is None:
         raise ConfigError("Arrays need a batch: pass fit(…, batch=N), the samples per step over all ranks.")
-    if steps_per_epoch is not None:
-        raise ConfigError("steps_per_epoch is for datasets that do not end; arrays have their own length.")
     source = data if isinstance(data, ArraySource) else ArraySource(data)
     uneven = backend.capabilities.uneven
     per_replica(batch, backend.data_parallel.size, uneven=uneven)
     check_given(lambda: _given_arrays(source, batch), backend, "training")
     return SourceTraining(
-        source, batch=batch, index=backend.process, size=backend.processes, seed=seed, shuffle=shuffle, uneven=uneven
+        source,
+        batch=batch,
+        index=backend.process,
+        size=backend.processes,
+        seed=seed,
+        shuffle=shuffle,
+        uneven=uneven,
+        steps_per_epoch=steps_per_epoch,
     )
 
 
@@ -81,7 +86,7 @@ def _dataset(
 ) -> DatasetTraining:
     dataset = data if batch is None else data.batch(batch)
     found, shards = first_and_shards(dataset, backend.process, backend.processes, owner=data)
-    first = _checked(found)
+    first = _checked(found, backend.processes)
     size = batch or _samples(first)
     per_replica(size, backend.data_parallel.size, uneven=backend.capabilities.uneven)
 
@@ -245,7 +250,7 @@ def validation_batches(data: Any, backend: Backend, *, batch: int, what: str = "
         )
     if isinstance(data, tf.data.Dataset):
         found, shards = first_and_shards(data, index, size, owner=data)
-        first = _checked(found)
+        first = _checked(found, size)
         batches = evaluation_of_dataset(data, index=index, size=size, shards=shards)
         return _alike(
             "a Dataset", batches=batches, first=lambda: first, count=length_of(data), backend=backend, what=what
@@ -273,10 +278,12 @@ def _alike(
     return batches if count is not None or backend.job_size == 1 else AsMany(batches, backend, what)
 
 
-def _checked(batch: Any) -> Any:
-    """Return a valid first global batch. Raises DataError if missing, or of another structure."""
+def _checked(batch: Any, parts: int) -> Any:
+    """Return a valid first global batch. Raises DataError if missing, of another structure, or not to be divided."""
     if batch is None:
         raise NoSamplesError("The dataset is empty.")
     if any(tensor.shape.rank == 0 for tensor in tf.nest.flatten(batch)):
         raise DataError("The dataset is not batched: pass fit(…, batch=N), the samples per step over all ranks.")
+    if parts > 1:
+        check_division(batch, parts)
     return batch

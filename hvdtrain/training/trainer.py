@@ -13,11 +13,12 @@ from hvdtrain.config.elastic import COMMIT_EVERY, check_commits
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.optim.precision import precision
 from hvdtrain.training.agreement import agree_on_call
-from hvdtrain.training.data_arguments import check_counts, check_shard, combined, global_batch
+from hvdtrain.training.batch_calls import BatchTrainer
+from hvdtrain.training.data_arguments import check_counts, check_shard, combined, global_batch, number_of_samples
 from hvdtrain.training.evaluation.evaluate import Score, Scores
 from hvdtrain.training.evaluation.predict import build_for, own_outputs, prediction_batches
 from hvdtrain.training.fit_arguments import VALIDATION_BATCH, DataArguments, FitArguments, ValidationArguments
-from hvdtrain.training.fitting import FitRequest, FittingTrainer
+from hvdtrain.training.fitting import FitRequest
 from hvdtrain.training.loop.keras_callbacks import evaluation_callbacks
 from hvdtrain.training.loop.result import FitResult
 from hvdtrain.training.rank_inputs import evaluation_data
@@ -25,7 +26,7 @@ from hvdtrain.training.run_info import show_evaluation
 from hvdtrain.training.update_rules.zero.building import is_built_sharded
 
 
-class Trainer(FittingTrainer):
+class Trainer(BatchTrainer):
     """Trains a Keras model on every rank of the session.
 
     For a compiled model, the optimizer, losses (with their weights) and metrics (with the weighted ones) of `compile`
@@ -253,3 +254,7 @@ class Trainer(FittingTrainer):
             if shard is not None and self.backend.processes > 1:
                 return own_outputs(self.model, batches, listed)
             return self._predictor(batches, listed)
+
+    def predict_on_batch(self, x: Any) -> Any:
+        """Return outputs for one batch, as `predict` does. Collective."""
+        return self.predict(x, batch=number_of_samples(x))

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend, gather
 from hvdtrain.config.errors import DataError
-from hvdtrain.data.batch import Batch
+from hvdtrain.data.batch import Batch, samples_in
 from hvdtrain.data.pipeline import TrainingData
 
 NOTE = (
@@ -144,7 +144,7 @@ def counted_by_weight(batch: Batch, rows: int, total: int) -> Batch:
 
 def rows_of(batch: Batch | None) -> int:
     """Return the samples of a rank's own batch."""
-    return 0 if batch is None else int(tf.nest.flatten(batch.inputs)[0].shape[0])
+    return 0 if batch is None else int(samples_in(batch).shape[0])
 
 
 def _row(batch: Batch) -> tuple[Any, Any, Any]:

@@ -1,7 +1,7 @@
 """Evaluation and prediction on workers, one batch each."""
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from hvdtrain.training.evaluation.evaluate import Evaluation, EvaluationHooks, e
 from hvdtrain.training.evaluation.predict import predicted
 from hvdtrain.training.step.batches import inputs_for
 from hvdtrain.training.step.logs import StepLogs, Value, metric_value
-from hvdtrain.training.step.loss_terms import MEANS
+from hvdtrain.training.step.loss_terms import MEANS, Kinds
 
 
 class Tally:
@@ -73,6 +73,7 @@ class AsynchronousEvaluator:
         self._model = model
         self._logs = StepLogs(backend, model, "test_step")
         self.kinds = MEANS
+        self.find_kinds: Callable[[Batch], Kinds] | None = None
         self._evaluate = tf.function(
             lambda *parts: backend.run(self._states, *parts), autograph=False, reduce_retracing=True
         )

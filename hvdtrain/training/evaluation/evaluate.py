@@ -20,7 +20,7 @@ from hvdtrain.state.structure import structure_of
 from hvdtrain.training.step.batches import keras_data, number_of_samples, replica_slice
 from hvdtrain.training.step.forward_backward import called_as
 from hvdtrain.training.step.logs import StepLogs, Value, metric_value
-from hvdtrain.training.step.loss_terms import MEANS, LossTerms
+from hvdtrain.training.step.loss_terms import MEANS, Kinds, LossTerms
 from hvdtrain.training.step.patches import traced_anew
 from hvdtrain.training.step.placeholder import restored_if_empty
 from hvdtrain.training.update_rules.base import UpdateRule
@@ -103,10 +103,16 @@ class Evaluation:
 
     def as_keras(self, model: Any) -> "Scores | Score":
         """Return what `evaluate` of `model` returns: a number, or a list of several."""
-        values = flatten_results(model, self.as_dict())
-        scores = Score(values) if isinstance(values, float) else Scores(tf.nest.flatten(values))
+        values = as_keras_returns(model, self.as_dict())
+        scores = Scores(values) if isinstance(values, list) else Score(values)
         scores.evaluation = self
         return scores
+
+
+def as_keras_returns(model: Any, results: Mapping[str, Any]) -> float | list[Any]:
+    """Return results by name as Keras returns them: a number, or a list of several."""
+    values = flatten_results(model, dict(results))
+    return values if isinstance(values, float) else list(tf.nest.flatten(values))
 
 
 def evaluation_of(results: Mapping[str, Value], seconds: float) -> Evaluation:
@@ -171,6 +177,8 @@ class KerasEvaluator:
         self._rule = rule
         self.kinds = MEANS
         """Which numbers of a batch are sums over samples."""
+        self.find_kinds: Callable[[Batch], Kinds] | None = None
+        """Finds them out on the first batch, where the model's own code forms numbers."""
         self._logs = StepLogs(backend, model, "test_step", accumulate=True)
         # By whether the model holds its weights: a graph gathers them, or does not.
         self._updates = {
@@ -189,6 +197,8 @@ class KerasEvaluator:
         count = 0
         # Ranks exchange divisors of losses, parameters and activations in each batch.
         for batch in self._backend.distribute(in_step(batches)):
+            if self.find_kinds is not None:
+                self.kinds, self.find_kinds = self.find_kinds(batch), None
             hooks.begin_test_step(count)
             self._updates[holds](batch)
             hooks.end_test_step(count, self._so_far)

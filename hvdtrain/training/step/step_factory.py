@@ -63,6 +63,8 @@ class StepEvaluator(Protocol):
 
     kinds: Kinds
     """Which numbers of a batch are sums over samples."""
+    find_kinds: Callable[[Batch], Kinds] | None
+    """Finds them out on the first batch, where the model's own code forms numbers."""
 
     def __call__(self, batches: Iterable[Batch], hooks: EvaluationHooks | None = None) -> Evaluation:
         """Evaluate on `batches`. Collective."""
@@ -189,6 +191,8 @@ class KerasStepFactory:
         """
         if self._built:
             return
+        if self._backend.size > 1 and forms_own_loss(self._model, "test_step"):
+            self._evaluator.find_kinds = self._kinds_in_evaluation
         with self._backend.scope():
             if not has_own_train_step(self._model):
                 self._build(batch)
@@ -244,16 +248,19 @@ class KerasStepFactory:
         return Predictor(self._backend, self._model)
 
     def _find_kinds(self, batch: Batch) -> None:
-        """Find out which numbers are sums over samples, in training and in evaluation."""
+        """Find out which numbers are sums over samples."""
         model = self._model
         if not may_form_sums(model):
             return
         forms = partial(unapplied, model) if reads_outputs(model) else lambda batch: model(batch.inputs, training=True)
-        found = partial(kinds_of, model, batch, logs=self._logs, replicas=self._backend)
-        self._kinds, self.warnings = found(forms)
+        self._kinds, self.warnings = self._kinds_of(batch, forms)
         self._evaluator.kinds = Kinds(added=self._kinds.added)
-        if forms_own_loss(model, "test_step"):
-            self._evaluator.kinds, _ = found(lambda batch: model.test_step(keras_data(batch)))
+
+    def _kinds_of(self, batch: Batch, step: Callable[[Batch], Any]) -> tuple[Kinds, list[str]]:
+        return kinds_of(self._model, batch, step, logs=self._logs, replicas=self._backend)
+
+    def _kinds_in_evaluation(self, batch: Batch) -> Kinds:
+        return self._kinds_of(batch, lambda batch: self._model.test_step(keras_data(batch)))[0]
 
     def _check_metrics(self, batch: Batch) -> None:
         """Reject metrics whose states cannot be added up."""

@@ -4,13 +4,14 @@ import keras
 import numpy as np
 from builders import CROSS_ENTROPY, dense_data
 from checks.parity import assert_parity
-from world import World, flat_bytes, moved
+from world import World, exact_arrays, flat_bytes, moved
 from worlds import worlds
 
 import hvdtrain
 
 
 @worlds("mpirun-2", extended=True)
+@exact_arrays()
 def check_dense_with_accumulation(world: World) -> None:
     assert_parity(world, "dense", "adam", "float64", jit=True, accumulate=2)
 

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from world import World, computing_in, flat_bytes, moved, relative_error
+from world import World, computing_in, exact_arrays, flat_bytes, moved, relative_error
 from worlds import worlds
 
 import hvdtrain
@@ -258,6 +258,7 @@ def check_metrics_of_two_outputs_over_all_ranks(world: World) -> None:
 
 
 @worlds("mpirun-2", extended=True)
+@exact_arrays()
 def check_predictions_are_in_order(world: World) -> None:
     model = functional_with_two_heads()
     trainer = hvdtrain.Trainer(model, sgd(), {"label": CROSSENTROPY, "value": "mse"}, backend=world.backend)

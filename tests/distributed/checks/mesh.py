@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 from builders import CROSS_ENTROPY, OPTIMIZERS, assert_moved, batches_of, dense_data, per_sample
 from meshes import on_mesh
-from world import World, flat_bytes, plain_training, relative_error
+from world import World, exact_arrays, flat_bytes, plain_training, relative_error
 from worlds import worlds
 
 import hvdtrain
@@ -116,6 +116,7 @@ def layouts(world: World) -> list[str]:
 
 
 @worlds("mpirun-2", extended=True)
+@exact_arrays()
 def check_a_model_split_by_hand_trains_as_one_process_does(world: World) -> None:
     for axes in layouts(world):
         with on_mesh(world, axes) as mesh:
@@ -147,6 +148,7 @@ def check_the_comparison_notices_a_collective_that_is_missing(world: World) -> N
 
 
 @worlds("mpirun-2", extended=True)
+@exact_arrays()
 def check_clipping_is_by_the_norm_of_the_whole_gradient(world: World) -> None:
     bound = 1 / 16  # exact in the precision of a loss scale
     for axes in layouts(world):

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from as_keras import assert_same
 from builders import CROSS_ENTROPY, dense_data, dense_model, per_sample
 from world import World, computing_in, flat_bytes, moved, plain_training, relative_error
 from worlds import worlds
@@ -172,3 +173,70 @@ def _refused(call: Callable[[], Any]) -> str:
     except UserError as error:
         return str(error)
     raise DataError("it was taken")
+
+
+class Graphs(keras.Model):
+    """One message along each edge, and a mean over the nodes of each graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        keras.utils.set_random_seed(0)
+        self.embed, self.read = keras.layers.Dense(3, activation="tanh"), keras.layers.Dense(1)
+
+    def call(self, inputs: Any) -> Any:
+        nodes = self.embed(inputs["nodes"])
+        sent = tf.gather(nodes, inputs["edges"][:, 0])
+        nodes += tf.math.unsorted_segment_sum(sent, inputs["edges"][:, 1], tf.shape(nodes)[0])
+        return self.read(tf.math.segment_mean(nodes, inputs["graph"]))
+
+
+def batch_of_graphs(count: int, rng: np.random.Generator) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    sizes = rng.integers(2, 5, count)
+    total = int(sizes.sum())
+    inputs = {
+        "nodes": rng.standard_normal((total, 4)),
+        "edges": rng.integers(0, total, (2 * total, 2)),
+        "graph": np.repeat(np.arange(count), sizes),
+    }
+    return inputs, rng.standard_normal((count, 1))
+
+
+def merged(first: Any, second: Any) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Return two batches of graphs as one."""
+    (one, targets), (other, more) = first, second
+    moved_on = {"nodes": 0, "edges": len(one["nodes"]), "graph": len(targets)}
+    inputs = {name: np.concatenate([one[name], other[name] + shift]) for name, shift in moved_on.items()}
+    return inputs, np.concatenate([targets, more])
+
+
+@worlds("mpirun-2", extended=True)
+def check_graphs_are_trained_in_whole_batches(world: World) -> None:
+    """Edges, nodes and graphs of a batch differ in number: each rank takes batches in turn."""
+    rng = np.random.default_rng(3)
+    batches = [batch_of_graphs(count, rng) for count in (4, 3, 2, 3)]
+
+    def dataset(elements: list[Any]) -> tf.data.Dataset:
+        inputs, targets = elements[0]
+        signature = (
+            {name: tf.TensorSpec((None, *array.shape[1:]), array.dtype) for name, array in inputs.items()},
+            tf.TensorSpec((None, 1), targets.dtype),
+        )
+        return tf.data.Dataset.from_generator(lambda: iter(elements), output_signature=signature)
+
+    with computing_in("float64"):
+        reference = Graphs()
+        reference.compile(keras.optimizers.SGD(0.1), "mse")
+        pairs = [merged(*batches[place : place + 2]) for place in (0, 2)]
+        expected = reference.fit(dataset(pairs), epochs=2, shuffle=False, verbose=0)
+        model = Graphs()
+        trainer = hvdtrain.Trainer(model, keras.optimizers.SGD(0.1), "mse", backend=world.backend)
+        mine = dataset(batches).shard(world.size, world.rank)
+        found = trainer.fit(mine, shard="rank", epochs=2, shuffle=False, verbose=0)
+        assert_same(model.get_weights(), reference.get_weights(), "weights")
+        try:
+            hvdtrain.Trainer(Graphs(), "sgd", "mse", backend=world.backend).fit(dataset(pairs), epochs=1, verbose=0)
+            message = "trained"
+        except DataError as error:
+            message = str(error)
+    assert "give each rank whole batches of its own" in message, message
+    assert len(found.history["loss"]) == len(expected.history["loss"])

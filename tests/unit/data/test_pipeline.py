@@ -266,8 +266,19 @@ def test_tensors_of_other_lengths_are_cut_by_themselves():
     batches = [slice_batch(element, index, 2) for index in range(2)]
     assert [b.inputs.numpy().tolist() for b in batches] == [[0, 1, 2], [3, 4, 5]]
     assert [b.targets[1].numpy().tolist() for b in batches] == [[0], [10]]
-    with pytest.raises(tf.errors.InvalidArgumentError, match="must hold a multiple of the number of ranks"):
-        slice_batch((tf.range(6), tf.range(3)), 0, 2)
+    # Not both a multiple of the ranks; a bag of instances with one target; the edges and nodes of two graphs; empty.
+    for element in (
+        (tf.range(6), (tf.range(3), tf.range(3))),
+        (tf.range(6), tf.range(2)),
+        ({"edges": tf.range(6), "nodes": tf.range(4)}, tf.range(2)),
+        (tf.range(0), tf.range(0)),
+    ):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="give each rank whole batches of its own"):
+            slice_batch(element, 0, 2)
+        alone = slice_batch(element, 0, 1)
+        assert [len(part) for part in tf.nest.flatten((alone.inputs, alone.targets))] == list(
+            map(len, tf.nest.flatten(element))
+        )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,101 @@
+"""Calls other than an ordinary `fit`, by Keras in one process and by the trainer on all ranks."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from as_keras import assert_same, assert_trained_as_keras
+from world import World, computing_in
+from worlds import worlds
+
+import hvdtrain
+
+RNG = np.random.default_rng(0)
+SAMPLES = 22
+X, Y = RNG.standard_normal((SAMPLES, 4)), RNG.standard_normal((SAMPLES, 1))
+
+
+def dense() -> keras.Model:
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((4,))
+    return keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Dense(3, activation="tanh")(inputs)))
+
+
+class Batches(keras.utils.PyDataset):
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, number: int) -> Any:
+        return X[4 * number : 4 * number + 4], Y[4 * number : 4 * number + 4]
+
+
+def one_by_one() -> Iterator[Any]:
+    for number in range(6):
+        yield (Batches()[number][0],)
+
+
+class Forms(keras.Model):
+    """Rows of samples, pairs of rows, a mean over the batch, text, complex numbers, and what is ragged."""
+
+    def call(self, inputs: Any) -> dict[str, Any]:
+        return {
+            "rows": inputs * 2,
+            "pairs": tf.repeat(inputs, 2, axis=0),
+            "text": tf.strings.as_string(inputs, precision=3),
+            "complex": tf.complex(inputs, -inputs),
+            "small": tf.cast(inputs > 0, tf.uint32),
+            "ragged": tf.ragged.boolean_mask(inputs, inputs > 0),
+        }
+
+
+class WithMean(Forms):
+    def call(self, inputs: Any) -> dict[str, Any]:
+        return {**super().call(inputs), "mean": tf.reduce_mean(inputs, 0), "total": tf.reduce_sum(inputs)}
+
+
+def check_predictions_are_those_of_keras(world: World) -> None:
+    with computing_in("float64"):
+        for build, data, options in (
+            (dense, Batches, {}),
+            (dense, one_by_one, {}),
+            (dense, lambda: tf.data.Dataset.from_tensor_slices((X, Y)).batch(5), {"steps": 3}),
+            (Forms, lambda: tf.data.Dataset.from_tensor_slices(X).batch(5), {}),
+            (WithMean, lambda: tf.data.Dataset.from_tensor_slices(X).batch(8), {}),
+        ):
+            model = build()
+            model.compile("sgd", "mse")
+            trainer = hvdtrain.Trainer(model, backend=world.backend)
+            ours = trainer.predict(data if data is one_by_one else data(), **options)
+            theirs = model.predict(data(), verbose=0, **options)
+            ragged = [each for each in (ours, theirs) if isinstance(each, dict)]
+            for outputs in ragged:
+                outputs["ragged"] = outputs["ragged"].to_tensor().numpy()
+            assert_same(ours, theirs, f"{build.__name__} {data}")
+
+
+@worlds("mpirun-2", "gloo-4", extended=True, why="slices of single batches")
+def check_single_batches_are_those_of_keras(world: World) -> None:
+    with computing_in("float64"):
+        theirs, ours = dense(), dense()
+        for model in (theirs, ours):
+            model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
+        trainer = hvdtrain.Trainer(ours, backend=world.backend)
+        for rows in (SAMPLES, 9, 1):
+            expected = theirs.train_on_batch(X[:rows], Y[:rows])
+            assert_same(trainer.train_on_batch(X[:rows], Y[:rows]), expected, f"{rows} rows")
+        assert_same(ours.get_weights(), theirs.get_weights(), "weights")
+        assert_same(trainer.test_on_batch(X, Y), theirs.test_on_batch(X, Y), "test")
+        assert_same(trainer.predict_on_batch(X), theirs.predict_on_batch(X), "predict")
+
+
+@worlds("mpirun-2", extended=True, why="the data's place in passes")
+def check_epochs_within_a_pass_are_those_of_keras(world: World) -> None:
+    for arguments in ({"batch_size": 4, "steps_per_epoch": 3}, {"steps_per_epoch": 11}):
+        assert_trained_as_keras(
+            world,
+            dense,
+            lambda: {"optimizer": keras.optimizers.SGD(0.1), "loss": "mse"},
+            lambda arguments=arguments: {"x": X, "y": Y, "shuffle": False, "epochs": 3, **arguments},
+        )
