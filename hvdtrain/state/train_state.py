@@ -159,14 +159,22 @@ class TrainState:
     def average_statistics(self, backend: Backend) -> None:
         """Average self-updated variables (BatchNorm's statistics) over the replicas. Collective.
 
+        Those whose `aggregation` is `only_first_replica` become those of the first.
+
         In float64, so that a value that is equal everywhere is unchanged.
         """
         statistics = self._statistics()
         if backend.size == 1 or not statistics:
             return
+        alike = [weight for weight in self.model.weights if getattr(weight, "aggregation", "") == "only_first_replica"]
+        of_first = {id(unwrap(weight)) for weight in alike}
 
         def average_all() -> None:
             for path, variable in statistics.items():
+                if id(variable) in of_first:
+                    first = backend.broadcast_value(variable.read_value(), root=0, name=f"statistics/{path}")
+                    variable.assign(first)
+                    continue
                 wide = tf.cast(variable.read_value(), tf.float64)
                 mean = backend.all_reduce(wide, name=f"statistics/{path}", op="average")
                 variable.assign(tf.cast(mean, variable.dtype))

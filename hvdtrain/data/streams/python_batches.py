@@ -6,6 +6,7 @@ Every rank reads whole batches and takes its slice, so the batches must be the s
 import inspect
 import itertools
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,6 +29,8 @@ BatchFunction = Callable[[], Iterable[Any]]
 Elements = tuple[Any, ...]
 KEPT_MB = 256
 """MiB of batches that a rank keeps of a first pass, so that its samples need not be made twice."""
+CHECKED_VALUES = 64
+"""About so many values of each array of a batch are compared among ranks."""
 COUNTING_S = 20.0
 """Counting that takes longer is reported."""
 T = TypeVar("T")
@@ -75,7 +78,14 @@ class Cut:
 
     def __call__(self, elements: Any) -> Batch:
         """Return this replica's slice of one global batch."""
+        return self.noted(elements)[0]
+
+    def noted(self, elements: Any) -> tuple[Batch, int]:
+        """Return this replica's slice of one global batch, and a checksum of a sample of the batch's bytes."""
         arrays = standard(elements, self.name)
+        return self._slice(arrays), _checksum(arrays)
+
+    def _slice(self, arrays: Any) -> Batch:
         total = len(tf.nest.flatten(arrays)[0])
         first, last, has_samples = slice_bounds(total, self.index, self.size)
         part = tf.nest.map_structure(lambda array: tf.convert_to_tensor(array[first:last]), arrays)
@@ -83,6 +93,15 @@ class Cut:
         if total == self.batch:
             return as_batch(part, has_samples, total)
         return as_batch(part, tf.constant(has_samples), tf.constant(total))
+
+
+def _checksum(arrays: Any) -> int:
+    """Return a checksum of some of the values of each array, from its beginning to its end."""
+    found = 0
+    for array in tf.nest.flatten(arrays):
+        some = array.reshape(-1)[:: max(1, array.size // CHECKED_VALUES)]
+        found = zlib.crc32(repr(some.tolist()).encode() if some.dtype == object else some.tobytes(), found)
+    return found
 
 
 def is_stream(data: Any) -> bool:
@@ -168,6 +187,8 @@ class PyDatasetTraining:
         self._cut = Cut(batch, index, size, _name(dataset), change=change)
         self._seed = seed
         self._shuffle = shuffle
+        self.content = 0
+        """Checksum of the global batches that were taken so far."""
         if index == 0 and dataset.use_multiprocessing:
             warn_on_first(
                 f"{_name(dataset)} asks for use_multiprocessing: its batches are read by {max(1, dataset.workers)} "
@@ -194,8 +215,9 @@ class PyDatasetTraining:
         self._dataset.on_epoch_begin()
         left = self.steps_per_epoch - within
         try:
-            for batch in _read_numbers(self._dataset, self.numbers(epoch)[within:], self._cut):
+            for batch, checksum in _read_numbers(self._dataset, self.numbers(epoch)[within:], self._cut.noted):
                 left -= 1
+                self.content = zlib.crc32(checksum.to_bytes(4, "big"), self.content)
                 yield batch
         finally:
             # Also if training ends here: a later `fit` on the same data continues with the next epoch.
@@ -251,6 +273,8 @@ class GeneratorTraining:
         if not self.first_pass.count:
             raise DataError(f"{_name(function)} gives no batches.")
         self.steps_per_epoch = steps_per_epoch or self.first_pass.count
+        self.content = 0
+        """Checksum of the global batches that were taken so far, but for those of the first pass."""
         self._counted = steps_per_epoch is None
 
     def batches(self, start_step: int) -> Iterator[Batch]:
@@ -260,7 +284,9 @@ class GeneratorTraining:
             yield from self.first_pass.take(skipped)
             skipped = 0 if self._counted else 1
         elements = itertools.islice(self._elements(), skipped, None)
-        yield from ahead(itertools.repeat(lambda: self._cut(next(elements))), limit=PREFETCH)
+        for batch, checksum in ahead(itertools.repeat(lambda: self._cut.noted(next(elements))), limit=PREFETCH):
+            self.content = zlib.crc32(checksum.to_bytes(4, "big"), self.content)
+            yield batch
 
     def _elements(self) -> Iterator[Any]:
         """Yield the batches of repeated calls.
@@ -300,7 +326,7 @@ class StreamEvaluation:
         return (self._cut(elements) for elements in _call(self._data))
 
 
-def _read_numbers(dataset: keras.utils.PyDataset, numbers: np.ndarray, cut: Cut) -> Iterator[Batch]:
+def _read_numbers(dataset: keras.utils.PyDataset, numbers: np.ndarray, cut: Callable[[Any], T]) -> Iterator[T]:
     workers = max(1, dataset.workers)
     limit = dataset.max_queue_size if workers > 1 else PREFETCH
     # Prefetch this replica's slice, not the whole batch.

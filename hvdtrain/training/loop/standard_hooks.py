@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from hvdtrain.backends.protocol import Backend, gather
+from hvdtrain.config.errors import DataError
 from hvdtrain.config.training import DESYNC_EVERY, BadStepConfig
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.pipeline import TrainingData
@@ -69,6 +70,7 @@ class StandardTraining:
             refuse_copies_of_slices(callbacks, saves=actions.save is not None)
         self._backend = backend
         self._state = state
+        self._data: Any = data
         self._rule = rule
         scalars = state.scalars
         steps_left = plan.total_steps - scalars.step + scalars.step_in_epoch
@@ -142,6 +144,8 @@ class StandardTraining:
         loop.add_hook(self._check_and_log, MEASURED)
         if self._desync.needed:
             loop.add_hook(self._desync, EVERY_STEP)
+        if self._backend.job_size > 1 and hasattr(self._data, "content"):
+            loop.add_hook(self._compare_batches, MEASURED)
         loop.add_hook(self._warn_of_waiting, MEASURED)
         if callbacks is not None:
             # A callback that stops within an epoch ends it, with metrics like any other epoch.
@@ -257,6 +261,18 @@ class StandardTraining:
         scalars, progress = self._state.scalars, self._state.scalars.progress
         sums = self._monitor.epoch_sums if scalars.step_in_epoch else (0.0, 0.0)
         progress.loss_sum, progress.loss_weight = sums
+
+    def _compare_batches(self, step: StepEnd) -> None:
+        """Compare what Python gave the ranks since the start. Collective. Raises DataError."""
+        everyone = gather(self._backend, self._data.content)
+        for rank, content in enumerate(everyone):
+            if content != everyone[0]:
+                raise DataError(
+                    f"By step {step.number} rank {rank} was given other batches than rank 0, so samples are lost and "
+                    "repeated. What draws in the data, such as a shuffle in on_epoch_end(), needs a generator of its "
+                    "own with the same seed on every rank, self.rng = np.random.default_rng(seed), and must draw "
+                    'nothing else from it. If each rank is to train on batches of its own, pass shard="rank".'
+                )
 
     def _warn_of_waiting(self, step: StepEnd) -> None:
         warning = self._waiting.look()

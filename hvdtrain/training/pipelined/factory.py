@@ -76,6 +76,9 @@ class PipelineStepFactory(KerasStepFactory):
     def _find_kinds(self, batch: Batch) -> None:
         """Stages add their own losses, and the cut refuses others."""
 
+    def _check_states(self, batch: Batch) -> None:
+        """No rank can call all stages by itself."""
+
     def _check_metrics(self, batch: Batch) -> None:
         """Reject metrics whose states cannot be added up. Collective."""
         evaluator = self._evaluator

@@ -15,6 +15,7 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.batch import Batch
 from hvdtrain.runtime.compiled import run_once
 from hvdtrain.training.step.batches import number_of_samples, reads_outputs
+from hvdtrain.training.step.graphs import draws, exchanges
 from hvdtrain.training.step.logs import StepLogs, metrics_of
 from hvdtrain.training.step.loss_terms import MEANS, Kind, Kinds, LossTerms, averaging, differentiating, means_of
 from hvdtrain.training.step.patches import replaced, replaced_in_this_thread
@@ -65,12 +66,11 @@ def kinds_of(
     compute = tf.function(numbers, autograph=False)
     total = 2 * number_of_samples(batch)
     graph = compute.get_concrete_function(batch, total).graph
-    operations = {node.op for node in _nodes(graph.as_graph_def())}
-    if any(operation.startswith("Horovod") for operation in operations):
+    if exchanges(graph):
         return Kinds(exchanged=True), []
     if not formed:
         return MEANS, []
-    exact = not any("Random" in operation for operation in operations)
+    exact = not draws(graph)
     with unchanged(model):
         once, twice = compute(batch, total), compute(_doubled(batch), total)
     codes = [_code(float(a), float(b), EXACT if exact else TOLERANCE) for a, b in zip(once, twice, strict=True)]
@@ -141,12 +141,6 @@ def _formed(
         if isinstance(returned, dict):
             found.extend(_Number("figures", name, value) for name, value in logs.own_numbers(returned).items())
     return found
-
-
-def _nodes(definition: Any) -> Iterable[Any]:
-    yield from definition.node
-    for function in definition.library.function:
-        yield from function.node_def
 
 
 def _doubled(batch: Batch) -> Batch:

@@ -44,6 +44,7 @@ from hvdtrain.training.step.optimizers import (
     unapplied,
 )
 from hvdtrain.training.step.result import CompiledStep
+from hvdtrain.training.step.state_check import check_states
 from hvdtrain.training.step.train_step import TrainStep
 from hvdtrain.training.update_rules.base import UpdateRule
 from hvdtrain.training.update_rules.select import DEFAULT, check_rule, chosen_rule, update_rule_for
@@ -204,6 +205,7 @@ class KerasStepFactory:
         check_layers(self._model, self._options)  # there may be more of them by now
         if self._backend.size > 1:
             self._check_metrics(batch)
+            self._check_states(batch)
         if self._backend.size > 1 or self._options.accumulate > 1:
             self._find_kinds(batch)
         self._built = True
@@ -252,8 +254,7 @@ class KerasStepFactory:
         model = self._model
         if not may_form_sums(model):
             return
-        forms = partial(unapplied, model) if reads_outputs(model) else lambda batch: model(batch.inputs, training=True)
-        self._kinds, self.warnings = self._kinds_of(batch, forms)
+        self._kinds, self.warnings = self._kinds_of(batch, self._forms())
         self._evaluator.kinds = Kinds(added=self._kinds.added)
 
     def _kinds_of(self, batch: Batch, step: Callable[[Batch], Any]) -> tuple[Kinds, list[str]]:
@@ -269,6 +270,15 @@ class KerasStepFactory:
             check_sums(model, lambda: unapplied(model, batch))
         else:
             check_sums(model, lambda: model.test_step(keras_data(batch)))
+
+    def _check_states(self, batch: Batch) -> None:
+        """Reject states of layers that cannot be averaged."""
+        check_states(self._model, batch, self._forms())
+
+    def _forms(self) -> Callable[[Batch], Any]:
+        """Return what computes a batch as in training, without changing weights."""
+        model = self._model
+        return partial(unapplied, model) if reads_outputs(model) else lambda batch: model(batch.inputs, training=True)
 
     def _training_forward(self) -> Any:
         """Return what takes the place of the model's call in training; None: nothing."""

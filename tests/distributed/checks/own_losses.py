@@ -11,6 +11,7 @@ from world import World, computing_in
 from worlds import worlds
 
 import hvdtrain
+from hvdtrain.config.errors import ConfigError
 
 RNG = np.random.default_rng(0)
 SAMPLES, BATCH = 21, 8  # the last batch has 5: 3 and 2 on two ranks
@@ -226,6 +227,48 @@ def squares_at_a_tenth(targets: Any, outputs: Any) -> tf.Tensor:
 def observed() -> keras.Model:
     inputs = keras.Input((4,))
     return keras.Model(inputs, keras.layers.Dense(1, kernel_initializer="ones")(Observed()(inputs)))
+
+
+class Largest(keras.layers.Layer):
+    """Watches the range of what it sees, as for quantization."""
+
+    def __init__(self, aggregation: str | None = None) -> None:
+        super().__init__()
+        self.asked = aggregation
+
+    def build(self, shape: Any) -> None:
+        self.seen = self.add_weight(shape=(), initializer="zeros", trainable=False, name="seen", aggregation=self.asked)
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        if training:
+            self.seen.assign(tf.maximum(self.seen, tf.reduce_max(tf.abs(inputs))))
+        return inputs
+
+
+@worlds("mpirun-2", extended=True, why="a state that the ranks update from their own samples")
+def check_states_are_what_a_layer_says_or_refused(world: World) -> None:
+    def trained(aggregation: str | None) -> float:
+        inputs = keras.Input((4,))
+        layer = Largest(aggregation)
+        model = keras.Model(inputs, keras.layers.Dense(1)(layer(inputs)))
+        hvdtrain.Trainer(model, sgd(), "mse", backend=world.backend).fit(
+            X[:20], Y[:20], batch=20, epochs=1, shuffle=False, verbose=0
+        )
+        return float(layer.seen)
+
+    shares = np.array_split(np.abs(X[:20]).max(1), world.size)
+    with computing_in("float64"):
+        found = trained("only_first_replica"), trained("mean")
+        expected = shares[0].max(), np.mean([share.max() for share in shares])
+        assert world.same_everywhere(repr(found).encode())
+        try:
+            trained(None)
+            message = "trained"
+        except ConfigError as error:
+            message = str(error)
+    assert "updates" in message, message
+    assert "from the samples of its rank" in message, message
+    assert_same(found, expected, "states")
 
 
 @worlds("mpirun-2", "gloo-4", extended=True, why="sums in a step with several optimizers")

@@ -119,3 +119,40 @@ def check_a_dataset_is_mapped_by_the_rank_that_trains_on_it(world: World) -> Non
     assert relative_error(*weights) <= 1e-9
     # The first batch is compared with that of the whole dataset.
     assert len(set(called)) <= SAMPLES // world.size + BATCH, sorted(called)
+
+
+class Reshuffled(keras.utils.PyDataset):
+    """Shuffles after each epoch, by a generator that is seeded alike on every rank, or not."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.rng = np.random.default_rng(seed)
+        self.order = np.arange(24)
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        mine = self.order[8 * number : 8 * number + 8]
+        return np.eye(24, dtype="float32")[mine], (mine % 3).astype("int64")
+
+    def on_epoch_end(self) -> None:
+        self.rng.shuffle(self.order)
+
+
+@worlds("mpirun-2", extended=True, why="batches that Python makes in another order on one rank")
+def check_batches_of_another_order_are_named(world: World) -> None:
+    def trained(seed: int) -> str:
+        model = keras.Sequential([keras.Input((24,)), keras.layers.Dense(3)])
+        trainer = hvdtrain.Trainer(model, "sgd", CROSS_ENTROPY, backend=world.backend)
+        try:
+            trainer.fit(Reshuffled(seed), epochs=3, shuffle=False, verbose=0)
+        except DataError as error:
+            return str(error)
+        return "trained"
+
+    assert trained(seed=0) == "trained"
+    message = trained(seed=world.rank)
+    assert "rank 1 was given other batches than rank 0" in message, message
+    assert "By step 6" in message, message
+    assert "self.rng = np.random.default_rng(seed)" in message, message
