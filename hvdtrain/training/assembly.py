@@ -105,6 +105,16 @@ def check_layers(model: Any, options: StepOptions) -> None:
         )
 
 
+def refuse_carried_states(model: Any) -> None:
+    """Reject recurrent layers that carry states from batch to batch, by the place of a sample in it (ConfigError)."""
+    for layer in flatten_layers(model):
+        if getattr(layer, "stateful", False):
+            raise ConfigError(
+                f"{type(layer).__name__} {layer.name!r} is stateful: it carries the state of each sample of a batch to "
+                "the next batch, and a rank has a slice of the batch. Train it in one process, or use stateful=False."
+            )
+
+
 def check_split(model: Any, axes: Mapping[str, int]) -> None:
     """Reject mesh axes along which `model` is not split: their ranks would duplicate work.
 

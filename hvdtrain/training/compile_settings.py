@@ -1,5 +1,8 @@
 """Settings of a compiled model, used as defaults of the trainer's arguments."""
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -110,6 +113,25 @@ def _notes(model: Any, config: dict[str, Any], optimizer: Any, used: Objective) 
     if idle:
         lines.append(f"warning: settings that the model was compiled with have no effect here: {', '.join(idle)}.")
     return lines
+
+
+@contextmanager
+def compiled_code(model: Any, *, eager: bool) -> Iterator[None]:
+    """Raise ConfigError with the cure where code inside the context fails that was written for `eager` steps."""
+    try:
+        yield
+    except (AttributeError, NotImplementedError, TypeError) as error:
+        if not eager or not _EAGER.search(str(error)):
+            raise
+        raise ConfigError(
+            f"{type(model).__name__} {model.name!r} was compiled with run_eagerly=True, and steps are compiled "
+            f"functions here, in which NumPy code cannot run. Received: {error}. Wrap that code in "
+            "tf.numpy_function(function, [tensor, …], Tout=tf.float32), or write it in operations of keras.ops."
+        ) from error
+
+
+_EAGER = re.compile(r"symbolic|has no attribute 'numpy'|KerasTensor|numpy\(\)", re.IGNORECASE)
+"""What errors say of a tensor without a value."""
 
 
 def _same(used: Any, compiled: Any) -> bool:

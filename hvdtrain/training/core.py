@@ -38,7 +38,7 @@ from hvdtrain.training.assembly import (
     model_for,
     refuse_instances,
 )
-from hvdtrain.training.compile_settings import Objective, merge_compile_settings
+from hvdtrain.training.compile_settings import Objective, compiled_code, merge_compile_settings
 from hvdtrain.training.elastic import Commits, HostsCheck
 from hvdtrain.training.evaluation.evaluate import Evaluation, EvaluationHooks, broadcast_first_weights, weights_of
 from hvdtrain.training.loop.hooks import Actions
@@ -96,6 +96,7 @@ class TrainerCore:
         self._seed = seed
         with self.backend.scope():
             built = model_for(self.backend, model, self.options)
+            self._eager = bool(getattr(built, "run_eagerly", False))
             chosen = Objective(loss, metrics, loss_weights, weighted_metrics)
             optimizer, objective, notes = merge_compile_settings(built, optimizer, chosen)
             own = not isinstance(model, keras.Model)
@@ -180,7 +181,8 @@ class TrainerCore:
             )
         if is_built_sharded(self.model):
             self._make_rule()  # makes the model callable
-        with precision(self.options.precision):  # for layers created on first call
+        # The policy is for layers that are created on the first call.
+        with precision(self.options.precision), compiled_code(self.model, eager=self._eager):
             self._build_variables(batch, training=training)
         check_split(self.model, self.backend.axes)
         check_slices(self.model, self.optimizer, self.options)
@@ -295,7 +297,8 @@ class TrainerCore:
             bad_steps=self.options,
             desync_every=self.options.desync_every,
         )
-        training.run()
+        with compiled_code(self.model, eager=self._eager):
+            training.run()
         return training.result(wall_seconds=time.perf_counter() - begin)
 
     def _commit_to(self, commits: Commits, observers: Observer) -> Callable[[], None]:
@@ -346,5 +349,6 @@ class TrainerCore:
             self._rule.sync_from_model()
 
     def _evaluate(self, batches: Iterable[Batch], hooks: EvaluationHooks | None = None) -> Evaluation:
-        with self.averaged_weights() if hooks is not None and hooks.swaps else nullcontext():
+        swapped = self.averaged_weights() if hooks is not None and hooks.swaps else nullcontext()
+        with swapped, compiled_code(self.model, eager=self._eager):
             return self._factory.evaluator()(batches, hooks)

@@ -23,7 +23,7 @@ from hvdtrain.runtime.placement import placement_of
 from hvdtrain.state.optimizers import MAIN, optimizers_of
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.advice import narrow
-from hvdtrain.training.assembly import check_layers, splits_sequences
+from hvdtrain.training.assembly import check_layers, refuse_carried_states, splits_sequences
 from hvdtrain.training.compile_settings import Objective, compile_for_trainer
 from hvdtrain.training.evaluation.evaluate import Evaluation, EvaluationHooks, KerasEvaluator
 from hvdtrain.training.evaluation.predict import Predictor
@@ -137,6 +137,8 @@ class KerasStepFactory:
                 f"{opt('backend', 'horovod')}, or {opt('backend', 'single')}."
             )
         check_layers(model, options)
+        if backend.size > 1:
+            refuse_carried_states(model)
         check_rule(options, optimizer, backend)
         if type(model).compile is not keras.Model.compile:
             _set_optimizer(model, optimizer, objective)
@@ -204,6 +206,7 @@ class KerasStepFactory:
                 return
         check_layers(self._model, self._options)  # there may be more of them by now
         if self._backend.size > 1:
+            refuse_carried_states(self._model)
             self._check_metrics(batch)
             self._check_states(batch)
         if self._backend.size > 1 or self._options.accumulate > 1:

@@ -11,6 +11,7 @@ from world import World, computing_in
 from worlds import worlds
 
 import hvdtrain
+from hvdtrain.config.errors import ConfigError
 
 RNG = np.random.default_rng(0)
 SAMPLES = 22
@@ -99,3 +100,15 @@ def check_epochs_within_a_pass_are_those_of_keras(world: World) -> None:
             lambda: {"optimizer": keras.optimizers.SGD(0.1), "loss": "mse"},
             lambda arguments=arguments: {"x": X, "y": Y, "shuffle": False, "epochs": 3, **arguments},
         )
+
+
+@worlds("mpirun-2", extended=True, why="states of samples, which ranks have slices of")
+def check_recurrent_states_are_refused(world: World) -> None:
+    inputs = keras.Input(batch_shape=(4, 5, 2))
+    model = keras.Model(inputs, keras.layers.LSTM(3, stateful=True)(inputs))
+    try:
+        hvdtrain.Trainer(model, "sgd", "mse", backend=world.backend)
+        message = "made"
+    except ConfigError as error:
+        message = str(error)
+    assert "is stateful: it carries the state of each sample" in message, message

@@ -186,3 +186,27 @@ def test_an_optimizer_of_another_models_variables_is_refused():
 def test_a_compiled_models_optimizer_must_not_exchange_by_itself():
     with pytest.raises(ConfigError, match="DistributedOptimizer would do it again: pass its inner optimizer"):
         Trainer(compiled(optimizer=DistributedOptimizer(keras.optimizers.SGD())))
+
+
+class InNumPy(keras.metrics.Mean):
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        super().update_state(np.abs(y_pred.numpy()))
+
+
+class Printing(keras.layers.Layer):
+    def call(self, inputs):
+        return inputs * float(np.max(inputs.numpy()))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: compiled(metrics=[InNumPy(name="own")], run_eagerly=True),
+        lambda: compiled(keras.Sequential([Printing(), keras.layers.Dense(4)]), run_eagerly=True),
+    ],
+)
+def test_numpy_code_of_an_eager_model_is_refused_with_the_cure(model):
+    with pytest.raises(
+        ConfigError, match=r"(?s)run_eagerly=True, and steps are compiled functions here.*tf\.numpy_function"
+    ):
+        Trainer(model()).fit(X, Y, batch=8, verbose=0)
