@@ -246,6 +246,8 @@ class _Taken:
 
         Raises ConfigError if none were applied.
         """
+        if not self._variables:
+            return []
         if self._by_variable is None:
             raise applies_nothing(self._model)
         found = [self._by_variable.get(variable) for variable in self._variables]

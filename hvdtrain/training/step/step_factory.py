@@ -233,8 +233,11 @@ class KerasStepFactory:
 
     def train_step(self, state: TrainState, rule: UpdateRule, batch: int) -> CompiledStep:
         """Return the compiled step, cached."""
-        if not self._model.trainable_variables:
-            raise ConfigError(f"{type(self._model).__name__} {self._model.name!r} has no trainable variables.")
+        if not self._model.trainable_variables and self._options.chosen():
+            raise ConfigError(
+                f"{type(self._model).__name__} {self._model.name!r} has no trainable variables, for which options of the "
+                f"step can do nothing: leave out {', '.join(self._options.chosen())}."
+            )
         length = self._microbatch_length(batch)
         if self._composition != state.composition:
             # Made for other variables or slots: layers were frozen or unfrozen since.

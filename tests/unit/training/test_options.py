@@ -504,11 +504,17 @@ def test_a_train_steps_loss_scale_is_in_the_state():
     assert any(t.value is mine.optimizer.dynamic_scale.value for t in mine.state.named_tensors().values())
 
 
-def test_nothing_to_train_is_said():
+@pytest.mark.filterwarnings("ignore:The model does not have any trainable weights")
+def test_a_model_without_anything_to_train_is_run_as_by_keras():
     frozen = model()
     frozen.trainable = False
-    with pytest.raises(ConfigError, match="has no trainable variables"):
-        Trainer(frozen, "sgd", "mse").fit((X, X), batch=16, verbose=False)
+    result = Trainer(frozen, "sgd", "mse", metrics=["mae"]).fit(X, X, batch=16, epochs=2, verbose=False)
+    frozen.compile("sgd", "mse", metrics=["mae"])
+    expected = frozen.evaluate(X, X, verbose=0)
+    assert result.history["loss"] == pytest.approx([expected[0]] * 2, rel=1e-5)
+    assert result.history["mae"] == pytest.approx([expected[1]] * 2, rel=1e-5)
+    with pytest.raises(ConfigError, match=r"has no trainable variables.*leave out clip_norm"):
+        Trainer(frozen, "sgd", "mse", clip_norm=1.0).fit(X, X, batch=16, verbose=False)
 
 
 @pytest.mark.parametrize("bound", [{"clip_norm": 1.0}, {"clip_value": 1.0}])
