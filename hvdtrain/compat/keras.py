@@ -10,6 +10,7 @@ import tensorflow as tf
 from keras.src import backend as keras_backend
 from keras.src.backend.tensorflow import trainer as keras_trainer
 from keras.src.losses import loss as keras_losses
+from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
 
 from hvdtrain.compat import unlike, uses_attribute
 from hvdtrain.compat.keras_variables import is_stateless
@@ -435,6 +436,30 @@ def joined_outputs(parts: Sequence[Any]) -> Any:
     composite = (tf.RaggedTensor, tf.SparseTensor)
     tensors = [each if isinstance(each, composite) else tf.convert_to_tensor(each) for each in parts]
     return keras_trainer.convert_to_np_if_not_ragged(keras_trainer.potentially_ragged_concat(tensors))
+
+
+def sparse_tensor(matrix: Any) -> tf.SparseTensor:
+    """Return SciPy's sparse matrix as a SparseTensor.
+
+    Assumes `scipy_sparse_to_tf_sparse` of keras.src.trainers.data_adapters.data_adapter_utils.
+    """
+    return data_adapter_utils.scipy_sparse_to_tf_sparse(matrix)
+
+
+def sliceable_rows(sparse: tf.SparseTensor) -> Any:
+    """Return a SparseTensor in the form that `gathered_rows` takes.
+
+    Assumes `to_tensorflow_sparse_wrapper` of keras.src.trainers.data_adapters.array_slicing.
+    """
+    return array_slicing.to_tensorflow_sparse_wrapper(sparse)
+
+
+def gathered_rows(rows: Any, numbers: tf.Tensor) -> tf.SparseTensor:
+    """Return rows by number, as Keras' adapter of arrays does.
+
+    Assumes `slice_tensorflow_sparse_wrapper` of keras.src.trainers.data_adapters.array_slicing.
+    """
+    return array_slicing.slice_tensorflow_sparse_wrapper(rows, numbers)
 
 
 def build_from(model: Any, data: Any) -> Any:

@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.compat.keras import gathered_rows, sliceable_rows, sparse_tensor
 from hvdtrain.config.errors import ConfigError, DataError, NoSamplesError
 from hvdtrain.data.source import Source
 
@@ -39,7 +40,7 @@ class ArraySource:
                 f"Received: {f'a {kind} of {len(elements)}' if isinstance(elements, tuple | list) else kind}."
             )
         arrays = tf.nest.map_structure(_standard, nest_of(tuple(elements)))
-        lengths = {len(array) if array.ndim else 0 for array in tf.nest.flatten(arrays)}
+        lengths = {_length(array) for array in tf.nest.flatten(arrays)}
         if len(lengths) != 1:
             raise DataError(f"The arrays of {name} differ in length: {', '.join(map(str, sorted(lengths)))} samples.")
         self.size = lengths.pop()
@@ -49,12 +50,12 @@ class ArraySource:
         self.heavy = False
         self.finite = all(_is_finite(array) for array in tf.nest.flatten(arrays[:2]))
         """Whether inputs and targets were seen to be finite: checked once here, not in every step."""
-        self.elements = tf.nest.map_structure(tf.constant, arrays)
+        self.elements = tf.nest.map_structure(lambda a: tf.constant(a) if isinstance(a, np.ndarray) else a, arrays)
         self.spec = tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape[1:], t.dtype), self.elements)
 
     def gather(self, numbers: tf.Tensor) -> tuple[Any, ...]:
         """Return samples by number."""
-        return tf.nest.map_structure(lambda tensor: tf.gather(tensor, numbers), self.elements)
+        return tf.nest.map_structure(lambda tensor: _gathered(tensor, numbers), self.elements)
 
     def describe(self, number: int) -> str:
         """Describe where a sample comes from."""
@@ -64,7 +65,8 @@ class ArraySource:
         """Return the SHA-256 [32 bytes] of all values, types, shapes and names."""
         kinds = tf.nest.map_structure(lambda t: (t.dtype.name, *t.shape), self.elements)
         digest = hashlib.sha256(repr(kinds).encode())
-        for tensor in tf.nest.flatten(self.elements):
+        rows = [each.sparse if isinstance(each, SparseRows) else each for each in tf.nest.flatten(self.elements)]
+        for tensor in tf.nest.flatten(rows, expand_composites=True):
             if tensor.dtype == tf.string:
                 digest.update(tf.io.serialize_tensor(tensor).numpy())
             else:
@@ -81,16 +83,47 @@ def nest_of(part: Any) -> Any:
     return tuple(map(nest_of, part)) if isinstance(part, list | tuple) else part
 
 
-def _standard(array: Any) -> np.ndarray:
+class SparseRows:
+    """A SparseTensor, or SciPy's sparse matrix, of which rows can be gathered."""
+
+    def __init__(self, matrix: Any) -> None:
+        self.sparse = matrix if isinstance(matrix, tf.SparseTensor) else sparse_tensor(matrix)
+        if self.sparse.dtype.is_floating:
+            self.sparse = tf.cast(self.sparse, keras.config.floatx())
+        self.shape, self.dtype = self.sparse.shape, self.sparse.dtype
+        self._rows = sliceable_rows(self.sparse)
+
+    def gather(self, numbers: tf.Tensor) -> tf.SparseTensor:
+        """Return rows by number."""
+        return gathered_rows(self._rows, numbers)
+
+
+def _gathered(element: Any, numbers: tf.Tensor) -> Any:
+    return element.gather(numbers) if isinstance(element, SparseRows) else tf.gather(element, numbers)
+
+
+def _length(array: Any) -> int:
+    if isinstance(array, np.ndarray):
+        return len(array) if array.ndim else 0
+    return int(array.nrows() if isinstance(array, tf.RaggedTensor) else array.shape[0])
+
+
+def _standard(array: Any) -> Any:
     """Return an array; of floats in Keras' default dtype, as Keras makes them."""
+    if isinstance(array, tf.RaggedTensor):
+        return tf.cast(array, keras.config.floatx()) if array.dtype.is_floating else array
+    if isinstance(array, tf.SparseTensor | SparseRows) or hasattr(array, "tocsr"):
+        return array if isinstance(array, SparseRows) else SparseRows(array)
     found = np.asarray(array)
     if np.issubdtype(found.dtype, np.floating) and found.dtype != keras.config.floatx():
         return found.astype(keras.config.floatx())
     return found
 
 
-def _is_finite(array: np.ndarray) -> bool:
+def _is_finite(array: Any) -> bool:
     """Return whether `array` is certainly finite; False if its sum overflows, since one cheap pass cannot tell."""
+    if not isinstance(array, np.ndarray):
+        return False
     return not np.issubdtype(array.dtype, np.inexact) or bool(np.isfinite(array.sum(dtype=np.float64)))
 
 

@@ -81,6 +81,11 @@ def samples_in(batch: Batch) -> Any:
     return tf.nest.flatten(batch.inputs if batch.targets is None else batch.targets)[0]
 
 
+def count_of(element: Any) -> int:
+    """Return the samples of a global batch."""
+    return int(_length(samples_in(as_batch(element, 1.0, 0))))
+
+
 def as_batch(element: Any, has_samples: Any, total: Any, *, finite: bool | None = None) -> Batch:
     """Make a `Batch` of (inputs, targets[, sample weights]); any other element is inputs without targets."""
     pair = isinstance(element, tuple) and len(element) in (2, 3)
@@ -124,7 +129,7 @@ def slice_batch(element: Any, index: int, size: int) -> Batch:
         checked = tf.debugging.Assert(fits, [_UNEQUAL, _length(tensor), length, total])
         with tf.control_dependencies([] if checked is None else [checked]):
             first, last, _ = slice_bounds_of_tensor(length, index, size)
-            return tensor[first:last]
+            return _rows(tensor, first, last)
 
     return as_batch(tuple(map(cut, element)) if zipped else cut(element), has_samples, tf.cast(total, tf.int32))
 
@@ -134,7 +139,7 @@ def check_division(element: Any, size: int) -> None:
     try:
         slice_batch(element, 0, size)
     except tf.errors.InvalidArgumentError as error:
-        lengths = [len(tensor) for tensor in tf.nest.flatten(element)]
+        lengths = [int(_length(tensor)) for tensor in tf.nest.flatten(element)]
         raise DataError(f"{_UNEQUAL} {', '.join(map(str, lengths))}.") from error
 
 
@@ -146,8 +151,21 @@ _UNEQUAL = (
 )
 
 
-def _length(tensor: tf.Tensor) -> tf.Tensor:
+def _length(tensor: Any) -> tf.Tensor:
+    if isinstance(tensor, tf.RaggedTensor):
+        return tf.cast(tensor.nrows(), tf.int64)
+    if isinstance(tensor, tf.SparseTensor):
+        return tf.cast(tensor.dense_shape[0], tf.int64)
     return tf.shape(tensor, out_type=tf.int64)[0]
+
+
+def _rows(tensor: Any, first: tf.Tensor, last: tf.Tensor) -> Any:
+    if not isinstance(tensor, tf.SparseTensor):
+        return tensor[first:last]
+    shape = tensor.dense_shape
+    begin = tf.concat([[first], tf.zeros_like(shape[1:])], 0)
+    rows = tf.sparse.slice(tensor, begin, tf.concat([[last - first], shape[1:]], 0))
+    return tf.sparse.SparseTensor(rows.indices, rows.values, tf.ensure_shape(rows.dense_shape, shape.shape))
 
 
 def slice_bounds_of_tensor(total: tf.Tensor, index: int, size: int) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:

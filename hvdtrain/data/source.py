@@ -78,7 +78,9 @@ def input_shape(source: Any) -> Any:
 def with_static_shapes(source: Source, elements: tuple[Any, ...]) -> tuple[Any, ...]:
     """Set the static shapes of `source.spec` on a batch; fails at run time if it has others."""
 
-    def ensure(tensor: tf.Tensor, spec: tf.TensorSpec) -> tf.Tensor:
+    def ensure(tensor: Any, spec: tf.TensorSpec) -> Any:
+        if not isinstance(tensor, tf.Tensor):
+            return tensor  # ragged or sparse
         return tf.ensure_shape(tensor, [tensor.shape[0] if tensor.shape.rank else None, *spec.shape])
 
     return tf.nest.map_structure(ensure, tuple(elements), source.spec)

@@ -132,4 +132,4 @@ def _source(data: Any) -> ArraySource:
 
 
 def _part(source: ArraySource, samples: slice, name: str) -> ArraySource:
-    return ArraySource(tf.nest.map_structure(lambda tensor: np.asarray(tensor)[samples], source.elements), name)
+    return ArraySource(source.gather(tf.range(source.size, dtype=tf.int64)[samples]), name)

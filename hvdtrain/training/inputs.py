@@ -10,7 +10,7 @@ import tensorflow as tf
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import ConfigError, DataError, NoSamplesError
 from hvdtrain.data.arrays import ArraySource
-from hvdtrain.data.batch import Batch, Change, check_division, per_replica
+from hvdtrain.data.batch import Batch, Change, check_division, count_of, per_replica
 from hvdtrain.data.pipeline import SourceEvaluation, SourceTraining, TrainingData
 from hvdtrain.data.streams.dataset_batches import DatasetTraining, evaluation_of_dataset
 from hvdtrain.data.streams.given import AsMany, Given, check_given, content_of
@@ -87,7 +87,7 @@ def _dataset(
     dataset = data if batch is None else data.batch(batch)
     found, shards = first_and_shards(dataset, backend.process, backend.processes, owner=data)
     first = _checked(found, backend.processes)
-    size = batch or _samples(first)
+    size = batch or count_of(first)
     per_replica(size, backend.data_parallel.size, uneven=backend.capabilities.uneven)
 
     def training(shards: ShardedDataset | None) -> DatasetTraining:
@@ -126,7 +126,7 @@ def _stream(
     if batch is not None:
         raise ConfigError(f"The data come in batches already: leave out batch. Received: batch={batch}.")
     first, batches = opened(data)
-    size = _samples(first)
+    size = count_of(first)
     uneven = backend.capabilities.uneven
     per_replica(size, backend.data_parallel.size, uneven=uneven)
     options: dict[str, Any] = {
@@ -172,10 +172,6 @@ def _check_same_batches(
 
 def _kind(stream: Any) -> str:
     return "a PyDataset" if isinstance(stream, keras.utils.PyDataset) else "a generator function"
-
-
-def _samples(batch: Any) -> int:
-    return len(tf.nest.flatten(batch)[0])
 
 
 class WeightedBatches(NamedTuple):
@@ -272,7 +268,7 @@ def _alike(
 
     def given() -> Given:
         batch = first()
-        return Given(kind, _samples(batch), count, content_of(batch))
+        return Given(kind, count_of(batch), count, content_of(batch))
 
     check_given(given, backend, what, "Leave out shuffle()")
     return batches if count is not None or backend.job_size == 1 else AsMany(batches, backend, what)

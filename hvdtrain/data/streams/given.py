@@ -69,7 +69,7 @@ def same_arrays(data: Any, backend: Backend) -> bool:
 def content_of(batch: tuple[Any, ...]) -> str:
     """Return a hash of the tensors of a batch."""
     digest = hashlib.sha256()
-    for tensor in tf.nest.flatten(batch):
+    for tensor in tf.nest.flatten(batch, expand_composites=True):
         digest.update(tf.io.serialize_tensor(tensor).numpy())
     return digest.hexdigest()
 

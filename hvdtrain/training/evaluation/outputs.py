@@ -67,8 +67,12 @@ def has_fixed_rows(step: Callable[[Any], Any], data: Any) -> bool:
 
 
 def _of_any_length(value: Any) -> Any:
-    spec = tf.type_spec_from_value(value)
-    return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype) if isinstance(spec, tf.TensorSpec) else spec
+    shape = [None, *value.shape[1:]]
+    if isinstance(value, tf.SparseTensor):
+        return tf.SparseTensorSpec(shape, value.dtype)
+    if isinstance(value, tf.RaggedTensor):
+        return tf.RaggedTensorSpec(shape, value.dtype, value.ragged_rank, value.row_splits.dtype)
+    return tf.TensorSpec(shape, value.dtype) if tf.is_tensor(value) else value
 
 
 def _is_fixed(shape: tf.TensorShape) -> bool:

@@ -133,7 +133,11 @@ class ForwardBackward:
         self, batch: Batch, passes: Pass, *, first: bool, within: Callable[[], AbstractContextManager[Any]]
     ) -> LocalGradients:
         model = self._state.model
-        poison = tf.constant(0.0) if batch.finite else zero_if_finite(tf.nest.flatten((batch.inputs, batch.targets)))
+        poison = (
+            tf.constant(0.0)
+            if batch.finite
+            else zero_if_finite(tf.nest.flatten((batch.inputs, batch.targets), expand_composites=True))
+        )
         samples = number_of_samples(batch)
         terms = LossTerms(
             model=model,

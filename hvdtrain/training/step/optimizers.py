@@ -217,7 +217,7 @@ class OptimizersStep(EpochMetrics):
 
     def _totals(self, batch: Batch, watched: list[tf.Tensor], samples: tf.Tensor) -> tf.Tensor:
         """Return [0 or NaN, 0, 0 or NaN] over all replicas: finiteness of results and data; no loss."""
-        poison = zero_if_finite(tf.nest.flatten((batch.inputs, batch.targets)))
+        poison = zero_if_finite(tf.nest.flatten((batch.inputs, batch.targets), expand_composites=True))
         local = tf.stack([zero_if_finite(watched), tf.constant(0.0), poison])
         return self._backend.all_reduce(tf.where(samples > 0, local, tf.zeros_like(local)), name="own_step//totals")
 

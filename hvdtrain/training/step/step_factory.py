@@ -235,8 +235,8 @@ class KerasStepFactory:
         """Return the compiled step, cached."""
         if not self._model.trainable_variables and self._options.chosen():
             raise ConfigError(
-                f"{type(self._model).__name__} {self._model.name!r} has no trainable variables, for which options of the "
-                f"step can do nothing: leave out {', '.join(self._options.chosen())}."
+                f"{type(self._model).__name__} {self._model.name!r} has no trainable variables, for which "
+                f"options of the step can do nothing: leave out {', '.join(self._options.chosen())}."
             )
         length = self._microbatch_length(batch)
         if self._composition != state.composition:

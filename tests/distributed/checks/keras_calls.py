@@ -1,5 +1,7 @@
 """Calls other than an ordinary `fit`, by Keras in one process and by the trainer on all ranks."""
 
+import importlib
+import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
@@ -112,3 +114,45 @@ def check_recurrent_states_are_refused(world: World) -> None:
     except ConfigError as error:
         message = str(error)
     assert "is stateful: it carries the state of each sample" in message, message
+
+
+def sparse_inputs() -> tf.SparseTensor:
+    return tf.sparse.from_dense(np.where(X > 0.5, X, 0))
+
+
+def ragged_inputs() -> tf.RaggedTensor:
+    return tf.RaggedTensor.from_row_lengths(np.arange(2 * SAMPLES) % 9, np.tile([1, 3], SAMPLES // 2))
+
+
+def of_sparse() -> keras.Model:
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((4,), sparse=True)
+    return keras.Model(inputs, keras.layers.Dense(1)(inputs))
+
+
+def of_ragged() -> keras.Model:
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((None,), dtype="int64")
+    embedded = keras.layers.Embedding(9, 3)(inputs)
+    return keras.Model(inputs, keras.layers.Dense(1)(keras.layers.GlobalAveragePooling1D()(embedded)))
+
+
+@worlds("mpirun-2", "gloo-4", extended=True, why="rows that are gathered and sliced in their own ways")
+def check_ragged_and_sparse_inputs_are_trained_as_by_keras(world: World) -> None:
+    scipy = importlib.import_module("scipy.sparse") if importlib.util.find_spec("scipy") else None
+    cases = [(of_sparse, sparse_inputs), (of_ragged, ragged_inputs)]
+    if scipy is not None:
+        cases.append((of_sparse, lambda: scipy.csr_matrix(np.where(X > 0.5, X, 0))))
+    for build, data in cases:
+        arrays = {"x": data(), "y": Y, "batch_size": 8, "shuffle": False, "epochs": 2}
+        batches = {"x": lambda data=data: tf.data.Dataset.from_tensor_slices((data(), Y)).batch(8), "epochs": 2}
+        for arguments in [arrays, *([] if hasattr(arrays["x"], "tocsr") else [batches])]:
+            assert_trained_as_keras(
+                world,
+                build,
+                lambda: {"optimizer": keras.optimizers.SGD(0.1), "loss": "mse"},
+                lambda arguments=arguments: {
+                    name: value() if callable(value) else value for name, value in arguments.items()
+                },
+                predict=lambda data=data: {"x": data()},
+            )

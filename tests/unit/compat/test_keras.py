@@ -117,6 +117,16 @@ def joins_outputs_as_predict_does():
     assert isinstance(ragged, tf.RaggedTensor)
 
 
+@CONTRACTS.of(compat.sparse_tensor, compat.sliceable_rows, compat.gathered_rows)
+def gathers_rows_of_sparse_matrices():
+    dense = np.array([[0.0, 1.0], [2.0, 0.0], [0.0, 0.0]])
+    rows = compat.sliceable_rows(tf.sparse.from_dense(dense))
+    found = compat.gathered_rows(rows, tf.constant([2, 0, 1], tf.int64))
+    assert tf.sparse.to_dense(found).numpy().tolist() == dense[[2, 0, 1]].tolist()
+    scipy = pytest.importorskip("scipy.sparse", reason="scipy is not installed")
+    assert tf.sparse.to_dense(compat.sparse_tensor(scipy.csr_matrix(dense))).numpy().tolist() == dense.tolist()
+
+
 @CONTRACTS.of(compat.kernel_of)
 def has_a_kernel():
     for layer, shape in (
