@@ -1,7 +1,7 @@
 """Keras callbacks in the training loop, through Keras' CallbackList."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import keras
@@ -17,6 +17,7 @@ from hvdtrain.state.hashes import Holders, checksum
 from hvdtrain.state.named_tensors import NamedTensor, placed_tensor
 from hvdtrain.state.optimizers import optimizers_of
 from hvdtrain.state.structure import structure_of
+from hvdtrain.state.variables import unwrap
 from hvdtrain.training.evaluation.evaluate import EvaluationHooks
 from hvdtrain.training.loop.hooks import Outcome, StepEnd
 
@@ -239,10 +240,24 @@ class KerasCallbacks(EvaluationHooks):
 
     def begin_step(self, step: StepEnd) -> None:
         """Begin a step, and its epoch with the first one."""
-        if step.place == 0 or step.first:
+        if step.place == 0:
             self.list.on_epoch_begin(step.epoch)
+        elif step.first:
+            # What is resumed was saved after the epoch began: a rate times 0.8 is so already.
+            with self._kept_numbers():
+                self.list.on_epoch_begin(step.epoch)
         if self.needs.batches:
             self.list.on_train_batch_begin(step.place)
+
+    @contextmanager
+    def _kept_numbers(self) -> Iterator[None]:
+        """Restore after the context the numbers of the model and its optimizers, such as learning rates."""
+        held = [self._model, *optimizers_of(self._model).values()]
+        numbers = [unwrap(variable) for each in held for variable in each.variables if not len(variable.shape)]
+        before = [variable.numpy() for variable in numbers]
+        yield
+        for variable, value in zip(numbers, before, strict=True):
+            variable.assign(value)
 
     def end_step(self, step: StepEnd, metrics: Callable[[], Mapping[str, Any]]) -> None:
         """End a step, with the results of the epoch so far.

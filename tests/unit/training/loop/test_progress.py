@@ -105,3 +105,17 @@ def test_best_weights_of_before_the_checkpoint_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"EarlyStopping with restore_best_weights=True cannot resume .* Pass Early"):
         trained(12, stopping(restore_best_weights=True), resume=tmp_path / "step-00000005")
     trained(12, stopping(), resume=tmp_path / "step-00000005")
+
+
+class LastRate(keras.callbacks.Callback):
+    def on_train_end(self, logs=None):
+        self.rate = float(self.model.optimizer.learning_rate)
+
+
+def test_a_rate_that_falls_at_the_beginning_of_an_epoch_falls_once(tmp_path):
+    """The training is resumed in the second of three epochs."""
+    falling = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5)
+    last = LastRate()
+    trained(5, falling, folder=tmp_path)
+    trained(9, falling, last, resume=tmp_path / "step-00000005")
+    assert last.rate == pytest.approx(0.1 * 0.5**3)
