@@ -56,7 +56,7 @@ class SyncBatchNormalization(BatchNormalizationByMoments):
             return super().moments(inputs, mask, axes)
         # Keras adds this to the number of unmasked elements.
         extra = 0.0 if mask is None else keras.backend.epsilon()
-        name = numbered(f"sync_batch_norm/{self.path}")
+        name = numbered("sync_batch_norm")
         return moments_of_all(
             inputs,
             axes=axes,

@@ -43,7 +43,7 @@ class SyncBatchNormalization(BatchNormalizationByMoments):
         exchange = self.replicas()
         if exchange is None:
             return super().moments(inputs, axes, keep_dims, mask)
-        name = numbered(f"sync_batch_norm/{self.name}")
+        name = numbered("sync_batch_norm")
         mean, variance = moments_of_all(inputs, axes=axes, mask=mask, exchange=exchange, name=name)
         if keep_dims:
             shape = [1 if dim in axes else size for dim, size in enumerate(inputs.shape)]

@@ -198,3 +198,13 @@ def check_layer_in_two_branches(world: World) -> None:
                 loss = tf.reduce_sum(expected**3)
             for ours, reference in ((output, expected), (gradient, tape.gradient(loss, whole))):
                 np.testing.assert_allclose(ours, reference[world.rank :: world.size], atol=2e-5)
+
+
+@worlds("mpirun-2", extended=True, why="names that Keras numbers over all models of a process")
+def check_ranks_that_built_other_models_before_normalize_together(world: World) -> None:
+    for _ in range(world.rank):
+        keras.Sequential([keras.Input((3,)), hvdtrain.SyncBatchNormalization()])
+    model = keras.Sequential([keras.Input((3,)), hvdtrain.SyncBatchNormalization(), keras.layers.Dense(1)])
+    data = np.random.default_rng(0).standard_normal((12, 3)).astype("float32")
+    trainer = hvdtrain.Trainer(model, "sgd", "mse", backend=world.backend)
+    assert trainer.fit(data, data[:, :1], batch=6, epochs=1, verbose=0).steps == 2

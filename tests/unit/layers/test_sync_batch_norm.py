@@ -139,7 +139,7 @@ def test_replicas_equal_one_process(dtype: str, ends: list[int]) -> None:
     assert largest_error(as_one(parts), reference) < TOLERANCE[dtype]
     for name in ("moving_mean", "moving_variance"):
         assert len({part[name].tobytes() for part in parts}) == 1
-    assert exchanges[0].messages == [(f"sync_batch_norm/bn/{way}", 1 + 2 * CHANNELS) for way in ("forward", "backward")]
+    assert exchanges[0].messages == [(f"sync_batch_norm/{way}", 1 + 2 * CHANNELS) for way in ("forward", "backward")]
 
 
 def test_statistics_of_each_replica_alone_are_not_equal() -> None:
@@ -259,7 +259,7 @@ def test_every_call_in_a_compiled_function_has_a_name_of_its_own() -> None:
 
     for rows in (3, 4):  # a second trace gives the same names
         twice(tf.ones((rows, CHANNELS)))
-        assert exchange.names == [f"sync_batch_norm/bn{number}/forward" for number in ("", "#2", "#3")]
+        assert exchange.names == [f"sync_batch_norm{number}/forward" for number in ("", "#2", "#3")]
         exchange.names.clear()
 
 
