@@ -81,9 +81,33 @@ def samples_in(batch: Batch) -> Any:
     return tf.nest.flatten(batch.inputs if batch.targets is None else batch.targets)[0]
 
 
+def part_of(batch: Batch, bounds: Callable[[int], tuple[int, int]]) -> Batch | None:
+    """Return the samples in the `bounds` for a number of them; None if the batch's tensors differ in length.
+
+    Two zipped datasets are cut each by itself; see `slice_batch`.
+    """
+    zipped = isinstance(batch.targets, tuple)
+
+    def cut(part: Any) -> Any:
+        tensors = [tensor for tensor in tf.nest.flatten(part) if tensor is not None]
+        lengths = {int(rows_of(tensor)) for tensor in tensors}
+        if len(lengths) > 1:
+            raise ValueError("tensors differ in length")
+        count = lengths.pop() if lengths else 0
+        first, last = (tf.constant(bound, tf.int64) for bound in bounds(count))
+        return tf.nest.map_structure(lambda t: None if t is None else _rows(t, first, last), part)
+
+    samples = (batch.inputs, batch.targets, batch.sample_weight)
+    try:
+        inputs, targets, weights = map(cut, samples) if zipped else cut(samples)
+    except ValueError:
+        return None
+    return batch._replace(inputs=inputs, targets=targets, sample_weight=weights)
+
+
 def count_of(element: Any) -> int:
     """Return the samples of a global batch."""
-    return int(_length(samples_in(as_batch(element, 1.0, 0))))
+    return int(rows_of(samples_in(as_batch(element, 1.0, 0))))
 
 
 def as_batch(element: Any, has_samples: Any, total: Any, *, finite: bool | None = None) -> Batch:
@@ -113,20 +137,20 @@ def slice_batch(element: Any, index: int, size: int) -> Batch:
     each is split by itself, and has to divide among the replicas then. Other tensors that differ in length are not
     split: what belongs together, such as the edges and nodes of a graph, would be cut.
     """
-    total = _length(samples_in(as_batch(element, 1.0, 0)))
+    total = rows_of(samples_in(as_batch(element, 1.0, 0)))
     _, _, has_samples = slice_bounds_of_tensor(total, index, size)
     zipped = isinstance(element, tuple) and len(element) == 2 and isinstance(element[1], tuple)
 
     def cut(part: Any) -> Any:
-        length = _length(tf.nest.flatten(part)[0])
+        length = rows_of(tf.nest.flatten(part)[0])
         whole = (length == total) | ((length % size == 0) & (total % size == 0))
         return tf.nest.map_structure(lambda tensor: cut_one(tensor, length, whole), part)
 
     def cut_one(tensor: tf.Tensor, length: tf.Tensor, whole: tf.Tensor) -> tf.Tensor:
         if size == 1:
             return tensor
-        fits = whole & (_length(tensor) == length) & (length > 0)
-        checked = tf.debugging.Assert(fits, [_UNEQUAL, _length(tensor), length, total])
+        fits = whole & (rows_of(tensor) == length) & (length > 0)
+        checked = tf.debugging.Assert(fits, [_UNEQUAL, rows_of(tensor), length, total])
         with tf.control_dependencies([] if checked is None else [checked]):
             first, last, _ = slice_bounds_of_tensor(length, index, size)
             return _rows(tensor, first, last)
@@ -139,7 +163,7 @@ def check_division(element: Any, size: int) -> None:
     try:
         slice_batch(element, 0, size)
     except tf.errors.InvalidArgumentError as error:
-        lengths = [int(_length(tensor)) for tensor in tf.nest.flatten(element)]
+        lengths = [int(rows_of(tensor)) for tensor in tf.nest.flatten(element)]
         raise DataError(f"{_UNEQUAL} {', '.join(map(str, lengths))}.") from error
 
 
@@ -151,7 +175,8 @@ _UNEQUAL = (
 )
 
 
-def _length(tensor: Any) -> tf.Tensor:
+def rows_of(tensor: Any) -> tf.Tensor:
+    """Return the rows of a tensor, which may be ragged or sparse."""
     if isinstance(tensor, tf.RaggedTensor):
         return tf.cast(tensor.nrows(), tf.int64)
     if isinstance(tensor, tf.SparseTensor):

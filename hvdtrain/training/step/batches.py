@@ -9,7 +9,7 @@ import tensorflow as tf
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.compat.keras import input_nest
 from hvdtrain.config.errors import ConfigError, opt
-from hvdtrain.data.batch import Batch, samples_in, slice_bounds, slice_bounds_of_tensor
+from hvdtrain.data.batch import Batch, rows_of, samples_in, slice_bounds, slice_bounds_of_tensor
 from hvdtrain.runtime.guarded import guarded
 from hvdtrain.training.step.patches import traced_anew
 
@@ -125,7 +125,7 @@ def inputs_for(model: Any, inputs: Any) -> Any:
 def number_of_samples(batch: Batch) -> tf.Tensor:
     """Return the number of a replica's samples in float64; 0 for a placeholder."""
     first = samples_in(batch)
-    count = tf.shape(first)[0] if first.shape[0] is None else first.shape[0]
+    count = rows_of(first) if first.shape[0] is None else first.shape[0]
     return tf.cast(count, tf.float64) * tf.cast(batch.has_samples, tf.float64)
 
 

@@ -12,7 +12,7 @@ from hvdtrain.backends.protocol import Backend
 from hvdtrain.backends.single import NoOpCollectives
 from hvdtrain.compat.keras import flatten_layers
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.data.batch import Batch
+from hvdtrain.data.batch import Batch, part_of
 from hvdtrain.runtime.compiled import run_once
 from hvdtrain.training.step.batches import number_of_samples, reads_outputs
 from hvdtrain.training.step.graphs import draws, exchanges
@@ -64,15 +64,16 @@ def kinds_of(
         return [tf.cast(each.value, tf.float64) for each in formed]
 
     compute = tf.function(numbers, autograph=False)
-    total = 2 * number_of_samples(batch)
-    graph = compute.get_concrete_function(batch, total).graph
+    graph = compute.get_concrete_function(batch, 2 * number_of_samples(batch)).graph
     if exchanges(graph):
         return Kinds(exchanged=True), []
-    if not formed:
+    half = part_of(batch, lambda count: (0, max(1, count // 2)))  # twice a batch may not fit in memory
+    if not formed or half is None:
         return MEANS, []
+    total = 2 * number_of_samples(half)
     exact = not draws(graph)
     with unchanged(model):
-        once, twice = compute(batch, total), compute(_doubled(batch), total)
+        once, twice = compute(half, total), compute(_doubled(half), total)
     codes = [_code(float(a), float(b), EXACT if exact else TOLERANCE) for a, b in zip(once, twice, strict=True)]
     kinds = [_CODES[code] for code in _agreed(codes, replicas)]
     for number, kind, before, after in zip(formed, kinds, once, twice, strict=True):
@@ -145,10 +146,12 @@ def _formed(
 
 def _doubled(batch: Batch) -> Batch:
     samples = (batch.inputs, batch.targets, batch.sample_weight)
-    inputs, targets, weights = tf.nest.map_structure(
-        lambda each: None if each is None else tf.concat([each, each], 0), samples
-    )
+    inputs, targets, weights = tf.nest.map_structure(lambda each: None if each is None else _twice(each), samples)
     return batch._replace(inputs=inputs, targets=targets, sample_weight=weights)
+
+
+def _twice(value: Any) -> Any:
+    return tf.sparse.concat(0, [value] * 2) if isinstance(value, tf.SparseTensor) else tf.concat([value] * 2, 0)
 
 
 def _code(once: float, twice: float, tolerance: float) -> int:

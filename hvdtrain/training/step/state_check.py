@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from hvdtrain.compat.keras import flatten_layers, own_non_trainable_variables
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.data.batch import Batch
+from hvdtrain.data.batch import Batch, part_of, rows_of, samples_in
 from hvdtrain.state.structure import statistics_of
 from hvdtrain.state.variables import path_of, unwrap
 from hvdtrain.training.step.graphs import draws, exchanges
@@ -31,27 +31,24 @@ def check_states(model: Any, batch: Batch, step: Callable[[Batch], Any]) -> None
         ConfigError: naming the layer and the variable.
     """
     found = list(_states(model))
-    samples = (batch.inputs, batch.targets, batch.sample_weight)
-    half = min((int(tensor.shape[0]) for tensor in tf.nest.flatten(samples) if tensor is not None), default=0) // 2
-    if not found or not half:
+    first = part_of(batch, lambda count: (0, count // 2))
+    second = part_of(batch, lambda count: (count // 2, count // 2 * 2))
+    whole = part_of(batch, lambda count: (0, count // 2 * 2))
+    if not found or first is None or second is None or whole is None or not int(rows_of(samples_in(whole))):
         return
 
     def states(batch: Batch) -> list[tf.Tensor]:
         step(batch)
         return [tf.cast(unwrap(variable).read_value(), tf.float64) for _, variable in found]
 
-    def part(first: int, last: int) -> Batch:
-        inputs, targets, weights = tf.nest.map_structure(lambda t: None if t is None else t[first:last], samples)
-        return batch._replace(inputs=inputs, targets=targets, sample_weight=weights)
-
     compute = tf.function(states, autograph=False)
-    graph = compute.get_concrete_function(part(0, half)).graph
+    graph = compute.get_concrete_function(first).graph
     if draws(graph) or exchanges(graph):
         return
     results = []
-    for first, last in ((0, half), (half, 2 * half), (0, 2 * half)):
+    for part in (first, second, whole):
         with unchanged(model):
-            results.append(compute(part(first, last)))
+            results.append(compute(part))
     for (layer, variable), one, other, both in zip(found, *results, strict=True):
         if tf.reduce_any(abs((one + other) / 2 - both) > TOLERANCE * (abs(both) + 1e-6)):
             raise ConfigError(
