@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.backends.protocol import Backend, Collectives
+from hvdtrain.backends.protocol import Backend, Collectives, world_size
 from hvdtrain.compat.keras import compile_metrics, compiled_metrics, flatten_layers, own_metrics
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.state.variables import unwrap
@@ -46,7 +46,7 @@ class StepLogs:
         accumulate: average other tensors over all batches since `reset`, not only the last one.
     """
 
-    def __init__(self, replicas: Collectives, model: Any, step: str, *, accumulate: bool = False) -> None:
+    def __init__(self, replicas: Backend, model: Any, step: str, *, accumulate: bool = False) -> None:
         self._replicas = replicas
         self._model = model
         self._step = step
@@ -174,7 +174,7 @@ class StepLogs:
         own = [variable.read_value() for variable in variables]
         others = {name: figure.sums for name, figure in self._figures.items() if figure.sums is not None}
         summed = [*own, *(sums.read_value() for sums in others.values())]
-        if self._replicas.size > 1:
+        if world_size(self._replicas) > 1:  # stages of one replica are summed, too
             summed = all_reduced(self._replicas, summed, role)
             for variable, value in zip(variables, summed, strict=False):
                 variable.assign(value)

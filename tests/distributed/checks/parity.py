@@ -34,6 +34,7 @@ def train(
     return trainer
 
 
+@exact_arrays()
 def parity_error(
     world: World, kind: str, optimizer: str, dtype: str, *, backend: Any = None, drop: int = 0, **options: Any
 ) -> float:
@@ -57,7 +58,6 @@ def assert_parity(world: World, kind: str, optimizer: str, dtype: str, **options
 @worlds("mpirun-2", "gloo-2", "gloo-4")
 @worlds("gloo-1", "mpirun-4", extended=True)
 @grappler()
-@exact_arrays()
 def check_dense_sgd_float64(world: World) -> None:
     assert_parity(world, "dense", "sgd", "float64")
 
