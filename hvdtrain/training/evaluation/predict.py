@@ -10,7 +10,6 @@ import tensorflow as tf
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.compat.keras import joined_outputs
 from hvdtrain.config.errors import DataError
-from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.streams.given import in_step
 from hvdtrain.data.streams.python_batches import as_function, is_stream
@@ -118,7 +117,7 @@ def prediction_batches(
     """
     given = as_function(data, steps_per_epoch=0) if inspect.isgenerator(data) else data
     if not isinstance(given, tf.data.Dataset) and not is_stream(given):
-        given = ArraySource((given,), "prediction data")
+        given = (given,)
     if shard is not None and backend.processes > 1:
         return own_evaluation_data(given, backend, batch=batch, steps=steps, what="prediction")
     return validation_batches(first_batches(given, steps, batch), backend, batch=batch, what="prediction")

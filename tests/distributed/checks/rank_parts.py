@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 from as_keras import assert_same
 from builders import CROSS_ENTROPY, dense_data, dense_model, per_sample
-from world import World, computing_in, flat_bytes, moved, plain_training, relative_error
+from world import World, computing_in, exact_arrays, flat_bytes, moved, plain_training, relative_error
 from worlds import worlds
 
 import hvdtrain
@@ -97,6 +97,7 @@ def check_parts_of_any_length_train_as_one_process_does(world: World) -> None:
 
 
 @worlds("mpirun-2", extended=True)
+@exact_arrays()
 def check_a_rank_without_samples_takes_part(world: World) -> None:
     """With accumulation, weights of the samples, and in both dtypes."""
     for dtype, bound in (("float64", 1e-9), ("float32", 1e-6)):
@@ -112,6 +113,7 @@ def check_a_rank_without_samples_takes_part(world: World) -> None:
 
 
 @worlds("mpirun-2", extended=True)
+@exact_arrays()
 def check_predictions_are_those_of_the_own_inputs(world: World) -> None:
     trainer = trainer_of(world)
     for empty in (False, True):

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from builders import CROSS_ENTROPY, SAMPLES, dense_data, dense_model
-from world import World, flat_bytes, moved, relative_error
+from world import World, exact_arrays, flat_bytes, moved, relative_error
 from worlds import worlds
 
 import hvdtrain
@@ -32,6 +32,7 @@ class Batches(keras.utils.PyDataset):
 
 
 @worlds("mpirun-2", extended=True)
+@exact_arrays()
 def check_batches_made_in_python(world: World) -> None:
     x, y = dense_data("float64")
     batches = Batches(x, y)
@@ -93,6 +94,7 @@ def check_data_that_differ_by_rank_are_refused(world: World) -> None:
 
 
 @worlds("mpirun-2", extended=True)
+@exact_arrays()
 def check_a_dataset_is_mapped_by_the_rank_that_trains_on_it(world: World) -> None:
     """Each rank decodes its own samples, and the ranks train as one process does on the whole batches."""
     x, y = dense_data("float64")

@@ -37,6 +37,7 @@ def compare(world: World, transform: Transform | None, rule: Any = None, **optio
 
 
 @worlds("mpirun-2", "gloo-1", "mpirun-4", extended=True)
+@exact_arrays()
 def check_a_sum_is_the_average_times_the_ranks(world: World) -> None:
     compare(world, None, keras.optimizers.SGD(0.125 / world.size, momentum=0.5), reduce_op="sum")
 

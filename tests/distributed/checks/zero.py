@@ -19,7 +19,7 @@ from builders import (
     wide_model,
 )
 from checks.update_rules import CLIP_NORM, assert_equal, averaged_alone, decaying_and_averaging, trained
-from world import World, computing_in, flat_bytes, grappler, plain_training, relative_error
+from world import World, computing_in, exact_arrays, flat_bytes, grappler, plain_training, relative_error
 from worlds import worlds
 
 import hvdtrain
@@ -78,6 +78,7 @@ def tied_alone() -> list[np.ndarray]:
 @worlds("mpirun-2")
 @worlds("gloo-4", extended=True)
 @grappler()
+@exact_arrays()
 def check_stages_2_and_3_train_like_one_process(world: World) -> None:
     for kind, optimizer, dtype in (("wide", "sgd", "float32"), ("table", "adam", "float64")):
         expected = world.reference(trained_alone, kind, optimizer, dtype)
@@ -101,6 +102,7 @@ def check_shared_weights_and_attention_train_like_one_process(world: World) -> N
 
 
 @worlds("mpirun-2", extended=True)
+@exact_arrays()
 def check_stages_with_everything_else(world: World) -> None:
     """Bounds on the global norm, decay, averages, microbatches, evaluation and predictions: as in one process."""
     x, y = wide_data("float64")
