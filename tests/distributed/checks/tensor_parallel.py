@@ -289,6 +289,7 @@ def check_a_collective_that_is_missing_is_noticed(world: World) -> None:
 
 
 @worlds("mpirun-2", "gloo-4", extended=True)
+@exact_arrays()
 def check_what_is_around_a_split_model(world: World) -> None:
     """Bounds, microbatches, averages of weights, evaluation, prediction, and checkpoints that are restored whole."""
     x, y = data_of("perceptron", "float64")

@@ -308,6 +308,7 @@ def memory_of(variable: Any) -> int:
 
 @worlds("mpirun-2", "gloo-4", extended=True)
 @grappler()
+@exact_arrays()
 def check_a_model_that_a_function_builds_is_slices_from_the_start(world: World) -> None:
     """Never whole: as it is built, trained, evaluated between epochs, saved, and restored from a file of any stage."""
     data, expected = wide_data("float64"), world.reference(trained_alone, "wide", "adam", "float64")
