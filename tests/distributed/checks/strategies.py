@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 from builders import BATCH, CROSS_ENTROPY, EPOCHS, MODELS, OPTIMIZERS, TOLERANCE, trained_alone
 from checks.training import CROSSENTROPY, samples
-from world import World, flat_bytes, relative_error
+from world import World, exact_arrays, flat_bytes, relative_error
 from worlds import worlds
 
 import hvdtrain
@@ -94,6 +94,7 @@ def check_dense_sgd_float32(world: World) -> None:
 
 
 @worlds("mirrored", "multi_worker_mirrored", extended=True)
+@exact_arrays()
 def check_dense_adam_float64_from_the_chiefs_weights(world: World) -> None:
     """Each worker draws weights of its own, and all train those of the first; others have one process alone."""
     assert_parity([world.backend], world, "dense", "adam", "float64", seed=world.rank)
