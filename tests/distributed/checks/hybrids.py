@@ -122,6 +122,7 @@ class Reference:
 
 
 @worlds("gloo-4", "mpirun-8", extended=True)
+@computing_in("float64")
 def check_hybrids_train_as_one_process_does(world: World) -> None:
     """Bounds on the norm, microbatches, averages of weights, evaluation, prediction, callbacks, and an uneven tail."""
     expected = Reference()
@@ -196,6 +197,7 @@ def without(key: str, part: str) -> Iterator[None]:
 
 
 @worlds("gloo-4", extended=True)
+@computing_in("float64")
 def check_parameters_of_split_layers_are_slices_among_replicas(world: World) -> None:
     """Stage 3 of ZeRO: a rank keeps half of its half of a kernel, and shows the half to a callback."""
     expected = Reference()
@@ -217,6 +219,7 @@ def check_parameters_of_split_layers_are_slices_among_replicas(world: World) -> 
 
 
 @worlds("gloo-4", extended=True)
+@computing_in("float64")
 def check_a_hybrid_with_a_collective_left_out_is_another_model(world: World) -> None:
     expected = Reference().epochs[0]
     for axes, key, part in (("ep=2,tp=2", "ep.tp", "gradient//norm"), ("dp=2,ep=2", "dp", "gradient/")):
