@@ -97,7 +97,10 @@ class AsynchronousEvaluator:
     def _states(self, *data: Any) -> dict[str, Any]:
         """Return the state of each metric after one batch alone."""
         variables = self._logs.keras_variables()
-        with keras.StatelessScope([(v, tf.zeros(v.shape, v.dtype)) for v in variables], collect_losses=True) as scope:
+        empty = [(v, tf.zeros(v.shape, v.dtype)) for v in variables]
+        # Within such a context Keras asks it for the variables that have a regularizer.
+        regularized = [(v, tf.convert_to_tensor(v.value)) for v in self._model.trainable_variables if v.regularizer]
+        with keras.StatelessScope([*empty, *regularized], collect_losses=True) as scope:
             with self._logs.recording():
                 returned = self._model.test_step(data)
             self._logs.take(returned, tf.cast(tf.shape(tf.nest.flatten(data)[0])[0], tf.float64))
