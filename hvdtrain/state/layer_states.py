@@ -1,4 +1,4 @@
-"""What layers hold beside their variables, by Keras' own protocol for saving: vocabularies, adapted moments."""
+"""State of layers beside their variables, by Keras' own protocol for saving: vocabularies, adapted moments."""
 
 import hashlib
 import io

@@ -1,4 +1,4 @@
-"""What the graph of a step holds, its functions included."""
+"""Looking into the graph of a step, its functions included."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -25,8 +25,6 @@ TOLERANCE = 0.25
 EXACT = 1e-2
 """Deviation where it draws none, in 16 bits, too."""
 _CODES: Sequence[Kind | None] = ("mean", "sum", None)
-
-
 _HIDDEN = "hidden"
 """Name of a number that is formed in an inner function."""
 
@@ -46,7 +44,8 @@ def kinds_of(
     """Return the kinds of the numbers that `step` forms, and warnings of those that are of neither kind. Collective.
 
     Each is computed for a batch, and for twice the same samples: a mean stays, a sum doubles. Anything else, such as a
-    loss over pairs of samples, depends on which samples are together.
+    loss over pairs of samples, depends on which samples are together. A mean over all pairs stays, too, and is not told
+    from one over samples.
 
     Args:
         step: computes a batch as in training, without changing weights.
