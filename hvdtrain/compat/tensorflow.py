@@ -87,7 +87,7 @@ def release(function: Any) -> None:
     known = ops.gradient_registry._registry
     graphs = [function.graph]
     for graph in graphs:
-        called = (inner.graph for inner in graph._functions.values())
+        called = (getattr(inner, "graph", None) for inner in graph._functions.values())  # a Defun's has none
         graphs += [inner for inner in called if isinstance(inner, tf.__internal__.FuncGraph)]
         for op in graph.get_operations():
             if op.type == "IdentityN" and "_gradient_op_type" in op.node_def.attr:
@@ -95,6 +95,18 @@ def release(function: Any) -> None:
 
 
 _SCOPES = {"variable_capturing_scope": "first", "invalid_creator_scope": "second"}
+
+
+def compiled(body: Any, *, reduce_retracing: bool = False) -> Any:
+    """Compile `body` without autograph, and without TensorFlow's warning where every trainer compiles its own.
+
+    Assumes `Function._omit_frequent_tracing_warning`: calls are counted by the place of the code, not by function.
+    """
+    import tensorflow as tf
+
+    function = tf.function(body, autograph=False, reduce_retracing=reduce_retracing)
+    function._omit_frequent_tracing_warning = True
+    return function
 
 
 def copied_function(function: Any) -> Any:
@@ -251,6 +263,24 @@ def input_of(dataset: Any) -> Any:
 def inputs_of(dataset: Any) -> list[Any]:
     """Return a dataset's inputs. Assumes `Dataset._inputs()`."""
     return list(dataset._inputs())
+
+
+def order_depends_on_timing(dataset: Any) -> bool:
+    """Return whether a dataset's last transformation was made with `deterministic=False`.
+
+    Assumes `_deterministic` of parallel maps and batches, and the attribute `deterministic` of the node of a parallel
+    interleave, which keeps it nowhere else.
+    """
+    import tensorflow as tf
+
+    if type(dataset).__name__ != "_ParallelInterleaveDataset":
+        return bool(getattr(dataset, "_deterministic", None) == "false")
+    try:
+        graph = tf.raw_ops.DatasetToGraphV2(input_dataset=tf.data.experimental.to_variant(dataset))
+    except tf.errors.OpError:  # what it reads does not fit into a graph
+        return False
+    nodes = tf.compat.v1.GraphDef.FromString(graph.numpy()).node
+    return any(n.op.startswith("ParallelInterleave") and n.attr["deterministic"].s == b"false" for n in nodes)
 
 
 def zipped_nest(dataset: Any) -> Any:

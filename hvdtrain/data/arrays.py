@@ -10,16 +10,23 @@ import tensorflow as tf
 
 from hvdtrain.compat.keras import gathered_rows, sliceable_rows, sparse_tensor
 from hvdtrain.config.errors import ConfigError, DataError, NoSamplesError
+from hvdtrain.data.batch import map_tensors, tensors_in
 from hvdtrain.data.source import Source
 
 ONE_OF = 10
 """By default, one in so many samples is held out."""
+LARGE = 64 * 2**20
+"""Bytes from which an array in a file stays there."""
+COMPARED_ROWS = 256
+"""Rows of an array in a file that its fingerprint reads."""
 HOLD_OUT_SEED = 20260101
 """Fixed, not the run's seed: a resumed run must never validate on samples that it trained on."""
 
 
 class ArraySource:
     """A source of arrays: inputs, targets and optional sample weights, with samples along dim 0.
+
+    Rows of large arrays in files (`np.memmap`, h5py, zarr) are read when they are needed.
 
     Args:
         elements: `(inputs, targets)` or `(inputs, targets, sample_weight)`; each may be a nest of arrays. Inputs
@@ -39,8 +46,8 @@ class ArraySource:
                 f"{name} must be (inputs, targets), (inputs, targets, sample_weight) or, without targets, (inputs,). "
                 f"Received: {f'a {kind} of {len(elements)}' if isinstance(elements, tuple | list) else kind}."
             )
-        arrays = tf.nest.map_structure(_standard, nest_of(tuple(elements)))
-        lengths = {_length(array) for array in tf.nest.flatten(arrays)}
+        arrays = map_tensors(_standard, nest_of(tuple(elements)))
+        lengths = {_length(array) for array in tensors_in(arrays)}
         if len(lengths) != 1:
             raise DataError(f"The arrays of {name} differ in length: {', '.join(map(str, sorted(lengths)))} samples.")
         self.size = lengths.pop()
@@ -48,25 +55,36 @@ class ArraySource:
             raise NoSamplesError(f"{name} holds no samples.")
         self.name = name
         self.heavy = False
-        self.finite = all(_is_finite(array) for array in tf.nest.flatten(arrays[:2]))
+        self.finite = all(_is_finite(array) for array in tensors_in(arrays[:2]))
         """Whether inputs and targets were seen to be finite: checked once here, not in every step."""
         self.elements = tf.nest.map_structure(lambda a: tf.constant(a) if isinstance(a, np.ndarray) else a, arrays)
-        self.spec = tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape[1:], t.dtype), self.elements)
+        self.spec = map_tensors(lambda tensor: tf.TensorSpec(tensor.shape[1:], tensor.dtype), self.elements)
 
     def gather(self, numbers: tf.Tensor) -> tuple[Any, ...]:
         """Return samples by number."""
-        return tf.nest.map_structure(lambda tensor: _gathered(tensor, numbers), self.elements)
+        return map_tensors(lambda tensor: _gathered(tensor, numbers), self.elements)
+
+    def part(self, samples: slice, name: str) -> "ArraySource":
+        """Return consecutive samples as a source of their own."""
+        numbers = tf.range(self.size, dtype=tf.int64)[samples]
+
+        def rows(element: Any) -> Any:
+            return element[samples] if isinstance(element, FileRows) else _gathered(element, numbers)
+
+        return ArraySource(map_tensors(rows, self.elements), name)
 
     def describe(self, number: int) -> str:
         """Describe where a sample comes from."""
         return f"sample {number} of {self.name}"
 
     def fingerprint(self) -> bytes:
-        """Return the SHA-256 [32 bytes] of all values, types, shapes and names."""
-        kinds = tf.nest.map_structure(lambda t: (t.dtype.name, *t.shape), self.elements)
+        """Return the SHA-256 [32 bytes] of all values, types, shapes and names; of arrays in files, of some rows."""
+        kinds = map_tensors(lambda tensor: (tensor.dtype.name, *tensor.shape), self.elements)
         digest = hashlib.sha256(repr(kinds).encode())
-        rows = [each.sparse if isinstance(each, SparseRows) else each for each in tf.nest.flatten(self.elements)]
-        for tensor in tf.nest.flatten(rows, expand_composites=True):
+        values = [
+            each.compared if isinstance(each, SparseRows | FileRows) else each for each in tensors_in(self.elements)
+        ]
+        for tensor in tf.nest.flatten(values, expand_composites=True):
             if tensor.dtype == tf.string:
                 digest.update(tf.io.serialize_tensor(tensor).numpy())
             else:
@@ -93,13 +111,58 @@ class SparseRows:
         self.shape, self.dtype = self.sparse.shape, self.sparse.dtype
         self._rows = sliceable_rows(self.sparse)
 
+    @property
+    def compared(self) -> tf.SparseTensor:
+        """What a fingerprint is of."""
+        return self.sparse
+
     def gather(self, numbers: tf.Tensor) -> tf.SparseTensor:
         """Return rows by number."""
         return gathered_rows(self._rows, numbers)
 
 
+class FileRows:
+    """A large array in a file, whose pages all ranks of a host share: rows are read when they are needed."""
+
+    def __init__(self, array: Any, begin: int = 0, end: int | None = None) -> None:
+        floats = np.issubdtype(array.dtype, np.floating)
+        rows = range(array.shape[0])[begin:end]
+        self.shape = tf.TensorShape([len(rows), *array.shape[1:]])
+        self.dtype = tf.as_dtype(keras.config.floatx() if floats else array.dtype)
+        self._array = array
+        self._begin, self._end = rows.start, rows.stop
+
+    def __getitem__(self, rows: slice) -> "FileRows":
+        kept = range(self._begin, self._end)[rows]
+        return FileRows(self._array, kept.start, kept.stop)
+
+    @property
+    def compared(self) -> tf.Tensor:
+        """What a fingerprint is of: rows at equal distances."""
+        return self.gather(tf.cast(tf.linspace(0, self.shape[0] - 1, COMPARED_ROWS), tf.int64))
+
+    def gather(self, numbers: tf.Tensor) -> tf.Tensor:
+        """Return rows by number."""
+        rows = tf.numpy_function(self._read, [numbers], self.dtype, stateful=False)
+        return tf.ensure_shape(rows, [*numbers.shape, *self.shape[1:]])
+
+    def _read(self, numbers: np.ndarray) -> np.ndarray:
+        # h5py takes increasing numbers, each once.
+        ordered, places = np.unique(self._begin + numbers, return_inverse=True)
+        return np.asarray(self._array[ordered], self.dtype.as_numpy_dtype)[places]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self._array[self._begin : self._end], dtype or self.dtype.as_numpy_dtype)
+
+
 def _gathered(element: Any, numbers: tf.Tensor) -> Any:
-    return element.gather(numbers) if isinstance(element, SparseRows) else tf.gather(element, numbers)
+    return element.gather(numbers) if isinstance(element, SparseRows | FileRows) else tf.gather(element, numbers)
+
+
+def _stays_in_file(array: Any) -> bool:
+    in_file = isinstance(array, np.memmap) or type(array).__module__.partition(".")[0] in ("h5py", "zarr")
+    numbers = in_file and np.dtype(array.dtype).kind in "biufc"
+    return numbers and int(np.prod(array.shape)) * np.dtype(array.dtype).itemsize >= LARGE
 
 
 def _length(array: Any) -> int:
@@ -112,8 +175,12 @@ def _standard(array: Any) -> Any:
     """Return an array; of floats in Keras' default dtype, as Keras makes them."""
     if isinstance(array, tf.RaggedTensor):
         return tf.cast(array, keras.config.floatx()) if array.dtype.is_floating else array
-    if isinstance(array, tf.SparseTensor | SparseRows) or hasattr(array, "tocsr"):
-        return array if isinstance(array, SparseRows) else SparseRows(array)
+    if isinstance(array, SparseRows | FileRows):
+        return array
+    if isinstance(array, tf.SparseTensor) or hasattr(array, "tocsr"):
+        return SparseRows(array)
+    if _stays_in_file(array):
+        return FileRows(array)
     found = np.asarray(array)
     if np.issubdtype(found.dtype, np.floating) and found.dtype != keras.config.floatx():
         return found.astype(keras.config.floatx())

@@ -78,7 +78,17 @@ def slice_bounds(total: int, index: int, size: int) -> tuple[int, int, float]:
 
 def samples_in(batch: Batch) -> Any:
     """Return the tensor that has a row for each sample: of arrays that differ in length, the first target."""
-    return tf.nest.flatten(batch.inputs if batch.targets is None else batch.targets)[0]
+    return tensors_in(batch.inputs if batch.targets is None else batch.targets)[0]
+
+
+def tensors_in(nest: Any) -> list[Any]:
+    """Return the tensors of a nest, without the inputs that are None."""
+    return [each for each in tf.nest.flatten(nest) if each is not None]
+
+
+def map_tensors(function: Callable[[Any], Any], nest: Any) -> Any:
+    """Apply `function` to the tensors of a nest; optional inputs that are None stay."""
+    return tf.nest.map_structure(lambda each: None if each is None else function(each), nest)
 
 
 def part_of(batch: Batch, bounds: Callable[[int], tuple[int, int]]) -> Batch | None:
@@ -89,13 +99,12 @@ def part_of(batch: Batch, bounds: Callable[[int], tuple[int, int]]) -> Batch | N
     zipped = isinstance(batch.targets, tuple)
 
     def cut(part: Any) -> Any:
-        tensors = [tensor for tensor in tf.nest.flatten(part) if tensor is not None]
-        lengths = {int(rows_of(tensor)) for tensor in tensors}
+        lengths = {int(rows_of(tensor)) for tensor in tensors_in(part)}
         if len(lengths) > 1:
             raise ValueError("tensors differ in length")
         count = lengths.pop() if lengths else 0
         first, last = (tf.constant(bound, tf.int64) for bound in bounds(count))
-        return tf.nest.map_structure(lambda t: None if t is None else _rows(t, first, last), part)
+        return map_tensors(lambda tensor: _rows(tensor, first, last), part)
 
     samples = (batch.inputs, batch.targets, batch.sample_weight)
     try:
@@ -142,9 +151,9 @@ def slice_batch(element: Any, index: int, size: int) -> Batch:
     zipped = isinstance(element, tuple) and len(element) == 2 and isinstance(element[1], tuple)
 
     def cut(part: Any) -> Any:
-        length = rows_of(tf.nest.flatten(part)[0])
+        length = rows_of(tensors_in(part)[0])
         whole = (length == total) | ((length % size == 0) & (total % size == 0))
-        return tf.nest.map_structure(lambda tensor: cut_one(tensor, length, whole), part)
+        return map_tensors(lambda tensor: cut_one(tensor, length, whole), part)
 
     def cut_one(tensor: tf.Tensor, length: tf.Tensor, whole: tf.Tensor) -> tf.Tensor:
         if size == 1:
@@ -163,7 +172,7 @@ def check_division(element: Any, size: int) -> None:
     try:
         slice_batch(element, 0, size)
     except tf.errors.InvalidArgumentError as error:
-        lengths = [int(rows_of(tensor)) for tensor in tf.nest.flatten(element)]
+        lengths = [int(rows_of(tensor)) for tensor in tensors_in(element)]
         raise DataError(f"{_UNEQUAL} {', '.join(map(str, lengths))}.") from error
 
 

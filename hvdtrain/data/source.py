@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.data.batch import map_tensors
 from hvdtrain.data.preprocessing import Preprocessing
 
 
@@ -67,12 +68,12 @@ class DataSplits:
 
 def batch_spec(source: Source) -> Any:
     """Return the nest of tf.TensorSpecs of a batch of any size."""
-    return tf.nest.map_structure(lambda spec: tf.TensorSpec([None, *spec.shape], spec.dtype), source.spec)
+    return map_tensors(lambda spec: tf.TensorSpec([None, *spec.shape], spec.dtype), source.spec)
 
 
 def input_shape(source: Any) -> Any:
     """Return the shape of one input: a tuple, or a nest of them like the inputs."""
-    return tf.nest.map_structure(lambda spec: tuple(spec.shape), source.spec[0])
+    return map_tensors(lambda spec: tuple(spec.shape), source.spec[0])
 
 
 def with_static_shapes(source: Source, elements: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -80,7 +81,7 @@ def with_static_shapes(source: Source, elements: tuple[Any, ...]) -> tuple[Any, 
 
     def ensure(tensor: Any, spec: tf.TensorSpec) -> Any:
         if not isinstance(tensor, tf.Tensor):
-            return tensor  # ragged or sparse
+            return tensor  # ragged, sparse or None
         return tf.ensure_shape(tensor, [tensor.shape[0] if tensor.shape.rank else None, *spec.shape])
 
     return tf.nest.map_structure(ensure, tuple(elements), source.spec)

@@ -94,7 +94,7 @@ def split_arrays(data: Any, fraction: float) -> tuple[ArraySource, ArraySource]:
     begin = math.floor(source.size * (1.0 - fraction))
     if begin in (0, source.size):
         raise ConfigError(f"validation_split={fraction} of {source.size} samples leaves one part without any.")
-    return _part(source, slice(0, begin), "data"), _part(source, slice(begin, None), "validation data")
+    return source.part(slice(0, begin), "data"), source.part(slice(begin, None), "validation data")
 
 
 def first_batches(data: Any, steps: int | None, batch: int) -> Any:
@@ -107,7 +107,7 @@ def first_batches(data: Any, steps: int | None, batch: int) -> Any:
         return _FirstBatches(data, steps)
     if is_stream(data):
         return lambda: itertools.islice(iter(data()), steps)
-    return _part(_source(data), slice(0, steps * batch), "validation data")
+    return _source(data).part(slice(0, steps * batch), "validation data")
 
 
 class _FirstBatches(keras.utils.PyDataset):
@@ -129,7 +129,3 @@ class _FirstBatches(keras.utils.PyDataset):
 
 def _source(data: Any) -> ArraySource:
     return data if isinstance(data, ArraySource) else ArraySource(data)
-
-
-def _part(source: ArraySource, samples: slice, name: str) -> ArraySource:
-    return ArraySource(source.gather(tf.range(source.size, dtype=tf.int64)[samples]), name)

@@ -45,9 +45,9 @@ class DataArguments:
     shuffle: bool
     shard: str | None
 
-    def given(self) -> Any:
-        """Return the data as one value."""
-        return combined(as_function(self.x, self.steps_per_epoch), self.y, self.sample_weight)
+    def given(self, passes: int = 1) -> Any:
+        """Return the data as one value, for so many passes."""
+        return combined(as_function(self.x, self.steps_per_epoch, passes=passes), self.y, self.sample_weight)
 
     def global_batch(self, backend: Backend) -> int | None:
         """Return the samples per step over all ranks; None if the data are batched."""
@@ -133,7 +133,7 @@ class FitArguments:
 
         Raises ConfigError for arguments that do not fit the kind of data, and DataError for unusable data.
         """
-        data, held_out = self.data.given(), combined(self.validation.validation_data)
+        data, held_out = self.data.given(self.epochs - self.initial_epoch), combined(self.validation.validation_data)
         if held_out is None and self.validation.validation_split:
             data, held_out = split_arrays(data, self.validation.validation_split)
         training = self.data.training(data, backend, seed)

@@ -13,7 +13,7 @@ from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.batch import Batch, Change, check_division, count_of, per_replica
 from hvdtrain.data.pipeline import SourceEvaluation, SourceTraining, TrainingData
 from hvdtrain.data.streams.dataset_batches import DatasetTraining, evaluation_of_dataset
-from hvdtrain.data.streams.given import AsMany, Given, check_given, content_of
+from hvdtrain.data.streams.given import AsMany, Given, check_given, check_order, content_of, draws, parts_of
 from hvdtrain.data.streams.python_batches import (
     FirstPass,
     GeneratorTraining,
@@ -85,6 +85,8 @@ def _dataset(
     steps_per_epoch: int | None,
 ) -> DatasetTraining:
     dataset = data if batch is None else data.batch(batch)
+    if backend.job_size > 1:
+        check_order(dataset, "training")
     found, shards = first_and_shards(dataset, backend.process, backend.processes, owner=data)
     first = _checked(found, backend.processes)
     size = batch or count_of(first)
@@ -104,9 +106,15 @@ def _dataset(
 
     sliced = training(shards)
     length = length_of(dataset)
-    facts = {"sharded": shards is not None}
     everyone = _check_same_batches(
-        "a Dataset", first=first, data=sliced, backend=backend, cure="Give shuffle() a seed", length=length, **facts
+        "a Dataset",
+        first=first,
+        data=sliced,
+        backend=backend,
+        cure="Give shuffle() a seed",
+        length=length,
+        sharded=shards is not None,
+        parts=parts_of(first) if backend.job_size > 1 and draws(dataset) else [],
     )
     if shards is not None and not all(given.sharded for given in everyone):
         return training(None)
@@ -155,7 +163,7 @@ def _check_same_batches(
     backend: Backend,
     cure: str,
     length: int | None = None,
-    **facts: bool,
+    **facts: Any,
 ) -> list[Given]:
     """Verify that ranks have the same first batch and number of batches. Collective.
 
@@ -197,7 +205,8 @@ def with_class_weights(data: Any, class_weight: Mapping[int, float] | None) -> A
     if isinstance(data, tf.data.Dataset) or is_stream(data):
         return WeightedBatches(data, lambda *elements: _weighted(elements, table))
     elements = (data if isinstance(data, ArraySource) else ArraySource(data)).elements
-    return tf.nest.map_structure(np.asarray, _weighted(elements, table))
+    inputs, targets, factor = _weighted(elements, table)
+    return inputs, targets, factor.numpy()
 
 
 def _weighted(elements: tuple[Any, ...], table: np.ndarray) -> tuple[Any, ...]:
@@ -245,11 +254,19 @@ def validation_batches(data: Any, backend: Backend, *, batch: int, what: str = "
             _kind(data), batches=stream, first=lambda: opened(data)[0], count=count, backend=backend, what=what
         )
     if isinstance(data, tf.data.Dataset):
+        if backend.job_size > 1:
+            check_order(data, what)
         found, shards = first_and_shards(data, index, size, owner=data)
         first = _checked(found, size)
         batches = evaluation_of_dataset(data, index=index, size=size, shards=shards)
         return _alike(
-            "a Dataset", batches=batches, first=lambda: first, count=length_of(data), backend=backend, what=what
+            "a Dataset",
+            batches=batches,
+            first=lambda: first,
+            count=length_of(data),
+            backend=backend,
+            what=what,
+            drawn=draws(data),
         )
     source = data if isinstance(data, ArraySource) else ArraySource(data, f"{what} data")
     check_given(lambda: _given_arrays(source, batch), backend, what)
@@ -263,12 +280,13 @@ def _alike(
     count: int | None,
     backend: Backend,
     what: str,
+    drawn: bool = False,
 ) -> Iterable[Batch]:
     """Return `batches` after verifying that ranks agree on them. Collective."""
 
     def given() -> Given:
         batch = first()
-        return Given(kind, count_of(batch), count, content_of(batch))
+        return Given(kind, count_of(batch), count, content_of(batch), parts=parts_of(batch) if drawn else [])
 
     check_given(given, backend, what, "Leave out shuffle()")
     return batches if count is not None or backend.job_size == 1 else AsMany(batches, backend, what)

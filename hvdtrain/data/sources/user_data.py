@@ -108,7 +108,7 @@ def classes_of(sources: list[Any]) -> int | None:
     targets = [source.elements[1] for source in sources]
     if any(tf.nest.is_nested(target) for target in targets):
         return None
-    arrays = [target.numpy() for target in targets]
+    arrays = [np.asarray(target) for target in targets]
     if all(is_one_hot(array) for array in arrays):
         return int(arrays[0].shape[1])
     if not all(np.issubdtype(array.dtype, np.integer) for array in arrays):

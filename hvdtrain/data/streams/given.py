@@ -2,15 +2,17 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend, gather
+from hvdtrain.compat.tensorflow import MAPS, inputs_of, is_kind, order_depends_on_timing
 from hvdtrain.config.errors import DataError, NoSamplesError
 from hvdtrain.data.arrays import ArraySource
-from hvdtrain.data.batch import Batch
+from hvdtrain.data.batch import Batch, tensors_in
+from hvdtrain.data.streams.sharded_dataset import is_pure
 
 WHOLE = "Every rank is given all of them, and the trainer takes the rank's part of each batch"
 OWN = 'If each rank is to train on its own part, pass shard="rank".'
@@ -29,6 +31,8 @@ class Given:
     """Samples of arrays, batches of anything else; None if unknown before they are read."""
     content: str
     """A hash of arrays, or of the first batch of anything else."""
+    parts: list[str] = field(default_factory=list, compare=False)
+    """Hashes of the parts of a batch that differ by sample, where a map draws the rest; empty where none does."""
     sharded: bool = field(default=False, compare=False)
     """Whether this rank can read a part of the samples only."""
     kept: bool = field(default=False, compare=False)
@@ -52,7 +56,7 @@ def check_given(given: Callable[[], Given], backend: Backend, what: str, cure: s
     everyone = [Given(**theirs) for theirs in gather(backend, asdict(given()), timeout=None)]
     first, *others = everyone
     for rank, other in enumerate(others, start=1):
-        if other != first:
+        if other != first and not _drawn_alike(first, other):
             raise DataError(_difference(first, other=other, rank=rank, what=what, cure=cure))
     return everyone
 
@@ -66,12 +70,52 @@ def same_arrays(data: Any, backend: Backend) -> bool:
     return len(set(gather(backend, mine.hex(), timeout=None))) == 1 and mine != b""
 
 
-def content_of(batch: tuple[Any, ...]) -> str:
+def content_of(batch: Any) -> str:
     """Return a hash of the tensors of a batch."""
     digest = hashlib.sha256()
-    for tensor in tf.nest.flatten(batch, expand_composites=True):
+    for tensor in tf.nest.flatten(tensors_in(batch), expand_composites=True):
         digest.update(tf.io.serialize_tensor(tensor).numpy())
     return digest.hexdigest()
+
+
+def parts_of(batch: Any) -> list[str]:
+    """Return a hash for each tensor of a batch whose first sample is not as all others are; "" for the rest."""
+    tensors = tf.nest.flatten(tensors_in(batch), expand_composites=True)
+    return [content_of(each) if bool(tf.reduce_any(each[1:] != each[:1])) else "" for each in tensors]
+
+
+def check_order(dataset: tf.data.Dataset, what: str) -> None:
+    """Refuse a dataset whose order depends on timing, where every rank reads all of it.
+
+    Raises:
+        DataError: the dataset, or one that it is made of, was made with `deterministic=False`.
+    """
+    if dataset.options().deterministic is False or any(map(order_depends_on_timing, _made_of(dataset))):
+        raise DataError(
+            f"The order of the {what} data depends on timing (deterministic=False), so ranks would read different "
+            "ones, and samples would be lost and repeated. Leave out deterministic=False, or let each rank read its "
+            'own part: dataset.shard(hvdtrain.size(), hvdtrain.rank()) before the batches, and shard="rank".'
+        )
+
+
+def draws(dataset: tf.data.Dataset) -> bool:
+    """Return whether a map of a dataset depends on more than its element, as an augmentation does.
+
+    Calls of a parallel map draw in an order that depends on timing.
+    """
+    return any(is_kind(each, MAPS) and not is_pure(each) for each in _made_of(dataset))
+
+
+def _made_of(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
+    yield dataset
+    for each in inputs_of(dataset):
+        yield from _made_of(each)
+
+
+def _drawn_alike(first: Given, other: Given) -> bool:
+    """Return whether the samples are the same but for what a map draws."""
+    alike = replace(other, content=first.content) == first
+    return alike and any(one == two != "" for one, two in zip(first.parts, other.parts, strict=False))
 
 
 class AsMany:
@@ -136,9 +180,14 @@ def _difference(first: Given, other: Given, rank: int, what: str, cure: str) -> 
             f"The {what} samples of rank {rank} are not those of rank 0. {WHOLE}: a slice for each rank, such as "
             f"x[rank::size], would lose the rest. {OWN}"
         )
+    drawn = (
+        " A map draws random numbers, which each rank may do by itself: where it leaves no part of a batch as it is, "
+        "add one that shows which samples it holds, such as their numbers, or draw in layers of the model."
+    )
     return (
         f"Rank {rank} reads the {what} data in another order than rank 0, so samples would be lost and repeated. "
         f"{cure}, or call hvdtrain.init() before they are made, and leave out shard(). {OWN}"
+        f"{drawn * bool(first.parts)}"
     )
 
 

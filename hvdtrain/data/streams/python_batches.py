@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError, DataError, NoSamplesError, opt
 from hvdtrain.data.arrays import nest_of
-from hvdtrain.data.batch import Batch, Change, as_batch, per_replica, slice_bounds
+from hvdtrain.data.batch import Batch, Change, as_batch, map_tensors, per_replica, slice_bounds, tensors_in
 from hvdtrain.data.order import Order
 from hvdtrain.runtime.logs import warn_on_first
 
@@ -52,8 +52,8 @@ def standard(element: Any, name: str) -> Any:
             f"{name} must give batches (inputs, targets), (inputs, targets, sample_weight) or inputs alone. "
             f"Received: {type(element).__name__}{f' of {len(element)}' if hasattr(element, '__len__') else ''}."
         )
-    arrays = tf.nest.map_structure(np.asarray, nest_of(element))
-    lengths = {len(array) if array.ndim else 0 for array in tf.nest.flatten(arrays)}
+    arrays = map_tensors(np.asarray, nest_of(element))
+    lengths = {len(array) if array.ndim else 0 for array in tensors_in(arrays)}
     if len(lengths) != 1 or 0 in lengths:
         raise DataError(f"A batch of {name} has arrays of {', '.join(map(str, sorted(lengths)))} samples.")
     return arrays
@@ -86,9 +86,9 @@ class Cut:
         return self._slice(arrays), _checksum(arrays)
 
     def _slice(self, arrays: Any) -> Batch:
-        total = len(tf.nest.flatten(arrays)[0])
+        total = len(tensors_in(arrays)[0])
         first, last, has_samples = slice_bounds(total, self.index, self.size)
-        part = tf.nest.map_structure(lambda array: tf.convert_to_tensor(array[first:last]), arrays)
+        part = map_tensors(lambda array: tf.convert_to_tensor(array[first:last]), arrays)
         part = part if self.change is None else self.change(*part)
         if total == self.batch:
             return as_batch(part, has_samples, total)
@@ -98,7 +98,7 @@ class Cut:
 def _checksum(arrays: Any) -> int:
     """Return a checksum of some of the values of each array, from its beginning to its end."""
     found = 0
-    for array in tf.nest.flatten(arrays):
+    for array in tensors_in(arrays):
         some = array.reshape(-1)[:: max(1, array.size // CHECKED_VALUES)]
         found = zlib.crc32(repr(some.tolist()).encode() if some.dtype == object else some.tobytes(), found)
     return found
@@ -353,17 +353,17 @@ def _name(data: Any) -> str:
     return type(data).__name__ if isinstance(data, keras.utils.PyDataset) else getattr(data, "__name__", repr(data))
 
 
-def as_function(data: Any, steps_per_epoch: int | None) -> Any:
+def as_function(data: Any, steps_per_epoch: int | None, *, passes: int = 1) -> Any:
     """Wrap a generator object as a function that continues it; return other data unchanged.
 
     The first batch, which is inspected before training, is yielded again.
 
     Raises:
-        ConfigError: a generator object without `steps_per_epoch`.
+        ConfigError: a generator object without `steps_per_epoch` for several passes.
     """
     if not inspect.isgenerator(data):
         return data
-    if steps_per_epoch is None:
+    if steps_per_epoch is None and passes > 1:
         raise ConfigError(
             f"A generator can be read only once: pass steps_per_epoch=N, or the function that makes it, "
             f"fit({data.__name__}) and not fit({data.__name__}())."
@@ -374,7 +374,8 @@ def as_function(data: Any, steps_per_epoch: int | None) -> Any:
     def batches() -> Iterator[Any]:
         nonlocal ended
         if ended:
-            raise DataError(f"{batches.__name__} ended before the training did: it has too few batches.")
+            advice = "" if steps_per_epoch else ", or more than are kept while they are counted: pass steps_per_epoch=N"
+            raise DataError(f"{batches.__name__} ended before the training did: it has too few batches{advice}.")
         yield from first
         for batch in data:
             if not first:

@@ -6,6 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.data.batch import map_tensors
 
 Gather = Callable[..., tf.Tensor]
 _SENT = (tf.uint8, tf.int8, tf.uint16, tf.int16, tf.int32, tf.int64, tf.float16, tf.float32, tf.float64, tf.bool)
@@ -58,7 +59,7 @@ def has_fixed_rows(step: Callable[[Any], Any], data: Any) -> bool:
         step: computes a batch.
         data: a batch.
     """
-    specs = tf.nest.map_structure(_of_any_length, data)
+    specs = map_tensors(_of_any_length, data)
     try:
         outputs = tf.function(step, autograph=False).get_concrete_function(specs).structured_outputs
     except Exception:

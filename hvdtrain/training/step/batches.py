@@ -9,7 +9,7 @@ import tensorflow as tf
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.compat.keras import input_nest
 from hvdtrain.config.errors import ConfigError, opt
-from hvdtrain.data.batch import Batch, rows_of, samples_in, slice_bounds, slice_bounds_of_tensor
+from hvdtrain.data.batch import Batch, rows_of, samples_in, slice_bounds, slice_bounds_of_tensor, tensors_in
 from hvdtrain.runtime.guarded import guarded
 from hvdtrain.training.step.patches import traced_anew
 
@@ -73,7 +73,7 @@ class Microbatches:
         self._batch = batch
         self._length = length
         self._tensors = (batch.inputs, batch.targets, batch.sample_weight)
-        self._first = tf.nest.flatten(self._tensors)[0]
+        self._first = tensors_in(self._tensors)[0]
         self._even = not tf.is_tensor(self.count) and self._first.shape[0] == self.count * length
 
     @property

@@ -1,6 +1,7 @@
 """What hvdtrain takes for granted about TensorFlow's graphs, functions, frames, threads and datasets."""
 
 import sys
+import unittest.mock
 
 import pytest
 import tensorflow as tf
@@ -72,6 +73,21 @@ def copies_an_op():
         return copy.outputs[0]
 
     assert int(body(trace)()) == 7
+
+
+@CONTRACTS.of(compat.compiled)
+def compiles_the_same_code_often_without_a_warning():
+    warned = []
+
+    def traced(compile_function, number):
+        return compile_function(lambda x: x + number)(tf.constant(1))
+
+    with unittest.mock.patch.object(tf.get_logger(), "warning", lambda *words: warned.append(words)):
+        assert [int(traced(compat.compiled, number)) for number in range(8)] == list(range(1, 9))
+        assert not warned
+        for number in range(8):
+            traced(tf.function, number)
+    assert warned, "TensorFlow warns of others"
 
 
 @CONTRACTS.of(compat.copied_function)
@@ -254,6 +270,19 @@ def knows_kinds_of_datasets():
     }.items():
         assert all(compat.is_kind(dataset, kinds) for dataset in datasets), kinds
     assert not compat.is_kind(made, compat.MAPS | compat.ORDERS | compat.PASSING | compat.BATCHES | compat.ZIPS)
+
+
+@CONTRACTS.of(compat.order_depends_on_timing)
+def knows_an_order_that_depends_on_timing():
+    for deterministic in (True, False, None):
+        how = {"num_parallel_calls": 2, "deterministic": deterministic}
+        for made in (
+            numbers().map(lambda x: x, **how),
+            numbers().batch(2, **how),
+            numbers().interleave(lambda x: tf.data.Dataset.range(x), **how),
+        ):
+            assert compat.order_depends_on_timing(made) == (deterministic is False), made
+    assert not compat.order_depends_on_timing(numbers().interleave(lambda x: tf.data.Dataset.range(x)))
 
 
 @CONTRACTS.of(compat.input_of, compat.inputs_of, compat.zipped_nest, compat.batch_of)

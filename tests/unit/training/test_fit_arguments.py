@@ -8,8 +8,10 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError, DataError
+from hvdtrain.data.streams import python_batches
 from hvdtrain.training.trainer import Trainer
 from tests.builders import cross_entropy, dense, samples
+from tests.extended import mostly_extended
 
 pytestmark = pytest.mark.usefixtures("session")
 
@@ -76,7 +78,14 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    "call",
+    mostly_extended(
+        CALLS,
+        lambda call: call in ("split with weights", "a dataset"),
+        why="arrays and batches; arguments by themselves are compared with Keras on ranks",
+    ),
+)
 def test_fit_does_what_keras_does(call):
     args, options = CALLS[call]
     options = {"shuffle": False, "verbose": 0, **options}
@@ -158,7 +167,63 @@ def test_a_generator_object_that_ends_too_early_is_named():
     with pytest.raises(DataError, match="ended after 6 batches, within an epoch of 4 steps"):
         trainer_of().fit(batches(), steps_per_epoch=4, epochs=3, verbose=0)
     with pytest.raises(ConfigError, match=r"pass steps_per_epoch=N, or the function.*fit\(batches\) and not"):
+        trainer_of().fit(batches(), epochs=2, verbose=0)
+
+
+def test_a_generator_object_is_read_once_without_a_number_of_steps():
+    model, trainer = compiled(), trainer_of()
+    model.fit(batches(), verbose=0)
+    result = trainer.fit(batches(), verbose=0)
+    np.testing.assert_allclose(trainer.model.get_weights()[0], model.get_weights()[0], rtol=1e-5)
+    np.testing.assert_allclose(result.history["loss"], model.history.history["loss"], rtol=1e-5)
+    theirs = model.evaluate(batches(), verbose=0)
+    np.testing.assert_allclose(trainer.evaluate(batches(), verbose=0), theirs, rtol=1e-5)
+
+
+def test_a_generator_object_of_more_than_is_kept_needs_a_number_of_steps(monkeypatch):
+    monkeypatch.setattr(python_batches, "KEPT_MB", 0)
+    with pytest.raises(DataError, match="or more than are kept while they are counted: pass steps_per_epoch=N"):
         trainer_of().fit(batches(), verbose=0)
+
+
+TARGETS = X.sum(1, keepdims=True)
+
+
+class Offset(keras.layers.Layer):
+    """Takes a second input or none."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x, offset=None):
+        return self.dense(x if offset is None else x + offset)
+
+
+@pytest.mark.parametrize("offset", [None, X[:, ::-1].copy()], ids=["none", "an array"])
+def test_an_optional_input_may_be_none(offset):
+    def made():
+        keras.utils.set_random_seed(0)
+        inputs = {"x": keras.Input(X.shape[1:]), "offset": keras.Input(X.shape[1:], optional=True)}
+        model = keras.Model(inputs, Offset()(inputs["x"], inputs["offset"]))
+        model.compile("sgd", "mse")
+        return model
+
+    def pairs():
+        for begin in range(0, len(X), 8):
+            rows = slice(begin, begin + 8)
+            yield {"x": X[rows], "offset": None if offset is None else offset[rows]}, TARGETS[rows]
+
+    theirs, given = made(), {"x": X, "offset": offset}
+    theirs.fit(given, TARGETS, batch_size=8, shuffle=False, epochs=2, verbose=0)
+    for data in ((given, TARGETS), (pairs,)):
+        trainer = Trainer(made())
+        more = {"batch": 8, "shuffle": False} if len(data) == 2 else {}
+        trainer.fit(*data, epochs=2, verbose=0, **more)
+        np.testing.assert_allclose(trainer.model.get_weights()[0], theirs.get_weights()[0], rtol=1e-5)
+    evaluated = trainer.evaluate(given, TARGETS, verbose=0)
+    np.testing.assert_allclose(evaluated, theirs.evaluate(given, TARGETS, verbose=0), rtol=1e-5)
+    np.testing.assert_allclose(trainer.predict(given), theirs.predict(given, verbose=0), rtol=1e-5)
 
 
 class Batches(keras.utils.PyDataset):

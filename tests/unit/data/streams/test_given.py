@@ -13,6 +13,7 @@ from tests.unit.gathering import on_ranks
 
 X = np.arange(48, dtype="float32").reshape(-1, 1)
 Y = np.zeros(48)
+NOISE = np.random.default_rng()
 
 
 class Batches(keras.utils.PyDataset):
@@ -117,6 +118,55 @@ def test_a_dataset_that_is_sharded_is_refused():
     said = refused(fit_on(*shards))
     assert said.startswith("Rank 1 reads the training data in another order than rank 0")
     assert "shard()" in said
+
+
+def drawing(labels, reverse=False):
+    """Samples that a parallel map adds random numbers to, as each rank draws them."""
+    rows = (X[::-1], labels[::-1]) if reverse else (X, labels)
+
+    def noisy(x, y):
+        noise = tf.numpy_function(lambda: np.float32(NOISE.random()), [], tf.float32)
+        return x + tf.ensure_shape(noise, []), y
+
+    return tf.data.Dataset.from_tensor_slices(rows).map(noisy, num_parallel_calls=tf.data.AUTOTUNE).batch(4)
+
+
+def test_ranks_may_draw_their_own_augmentation_where_the_rest_shows_the_order():
+    labels = np.arange(48)
+    taken = fit_on(drawing(labels), drawing(labels))
+    assert [data.steps_per_epoch for data in taken] == [12, 12]
+    assert evaluate_on(drawing(labels), drawing(labels)) == [12, 12]
+    said = refused(fit_on(drawing(labels), drawing(labels, reverse=True)))
+    assert said.startswith("Rank 1 reads the training data in another order than rank 0")
+
+
+def test_an_order_that_nothing_shows_is_refused_with_the_cure():
+    said = refused(fit_on(drawing(Y), drawing(Y)))
+    assert said.startswith("Rank 1 reads the training data in another order than rank 0")
+    assert "where it leaves no part of a batch as it is, add one that shows which samples it holds" in said
+
+
+def without_order(data):
+    options = tf.data.Options()
+    options.deterministic = False
+    return data.with_options(options)
+
+
+@pytest.mark.parametrize(
+    "unordered",
+    [
+        lambda: dataset().map(lambda x, y: (x, y), num_parallel_calls=2, deterministic=False),
+        lambda: dataset().batch(1, num_parallel_calls=2, deterministic=False).unbatch(),
+        lambda: tf.data.Dataset.range(2).interleave(lambda _: dataset(), num_parallel_calls=2, deterministic=False),
+        lambda: without_order(dataset()),
+    ],
+    ids=["map", "batch", "interleave", "options"],
+)
+def test_an_order_that_depends_on_timing_is_refused_by_name(unordered):
+    said = refused(fit_on(unordered(), unordered()))
+    assert said.startswith("The order of the training data depends on timing (deterministic=False)")
+    assert "order of the validation data" in refused(evaluate_on(unordered(), unordered()))
+    assert fit_on(unordered(), steps_per_epoch=2)[0].steps_per_epoch == 2, "a rank alone may have any"
 
 
 def test_batches_of_different_sizes_are_refused():
