@@ -10,21 +10,30 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.backends.single import NoOpCollectives
-from hvdtrain.compat.keras import flatten_layers
+from hvdtrain.compat.keras import (
+    compiled_losses,
+    divisor_of,
+    flatten_layers,
+    function_of_loss,
+    losses_by_output,
+    module_of_losses,
+)
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.data.batch import Batch, part_of
+from hvdtrain.data.batch import Batch, part_of, rows_of, samples_in
 from hvdtrain.runtime.compiled import run_once
 from hvdtrain.training.step.batches import number_of_samples, reads_outputs
 from hvdtrain.training.step.graphs import draws, exchanges
 from hvdtrain.training.step.logs import StepLogs, metrics_of
 from hvdtrain.training.step.loss_terms import MEANS, Kind, Kinds, LossTerms, averaging, differentiating, means_of
-from hvdtrain.training.step.patches import replaced, replaced_in_this_thread
+from hvdtrain.training.step.patches import active, replaced, replaced_in_this_thread
 
 TOLERANCE = 0.25
 """Deviation from 1 or 2 where a step draws random numbers, as dropout does: others for twice the samples."""
 EXACT = 1e-2
 """Deviation where it draws none, in 16 bits, too."""
 _CODES: Sequence[Kind | None] = ("mean", "sum", None)
+_DIVIDED = "divided"
+"""Name of a loss that is divided by its own weights."""
 _HIDDEN = "hidden"
 """Name of a number that is formed in an inner function."""
 
@@ -43,9 +52,9 @@ def kinds_of(
 ) -> tuple[Kinds, list[str]]:
     """Return the kinds of the numbers that `step` forms, and warnings of those that are of neither kind. Collective.
 
-    Each is computed for a batch, and for twice the same samples: a mean stays, a sum doubles. Anything else, such as a
-    loss over pairs of samples, depends on which samples are together. A mean over all pairs stays, too, and is not told
-    from one over samples.
+    Each is computed for half a batch, and for twice the same samples: a mean stays, a sum doubles. Anything else, such
+    as a loss over pairs of samples, depends on which samples are together. A mean over all pairs stays, too: it is not
+    the mean of those of the batch's halves.
 
     Args:
         step: computes a batch as in training, without changing weights.
@@ -71,23 +80,101 @@ def kinds_of(
         return MEANS, []
     total = 2 * number_of_samples(half)
     exact = not draws(graph)
-    with unchanged(model):
-        once, twice = compute(half, total), compute(_doubled(half), total)
-    codes = [_code(float(a), float(b), EXACT if exact else TOLERANCE) for a, b in zip(once, twice, strict=True)]
+
+    def of(*parts: Batch) -> list[list[float]]:
+        with unchanged(model):
+            return [[float(each) for each in compute(part, total)] for part in parts]
+
+    once, twice = of(half, _doubled(half))
+    codes = [_code(a, b, EXACT if exact else TOLERANCE) for a, b in zip(once, twice, strict=True)]
     kinds = [_CODES[code] for code in _agreed(codes, replicas)]
     for number, kind, before, after in zip(formed, kinds, once, twice, strict=True):
         if kind is None and number.role == "added":
-            raise _refusal(number.name, float(before), float(after))
+            raise _refusal(number.name, before, after)
     known = list(zip(formed, kinds, strict=True))
 
-    def of(role: str) -> tuple[Kind, ...]:
+    def kinds_in(role: str) -> tuple[Kind, ...]:
         return tuple(kind or "mean" for number, kind in known if number.role == role)
 
     sums = frozenset(number.name for number, kind in known if number.role == "figures" and kind == "sum")
-    neither = exact and any(number.role == "targets" and kind is None for number, kind in known)
-    found = Kinds(added=of("added"), targets=of("targets"), means=of("means"), figures=sums)
+    targets = [index for index, number in enumerate(formed) if number.role == "targets"]
+    neither = exact and any(kinds[index] is None for index in targets)
+    if exact and targets and not neither and not _mixes_by_design(model, formed) and (halves := _halves(batch)):
+        first, second, whole = (of(part)[0] for part in halves)
+        neither = any(not _adds_up(first[i], second[i], whole[i], mean=kinds[i] == "mean") for i in targets)
+    found = Kinds(added=kinds_in("added"), targets=kinds_in("targets"), means=kinds_in("means"), figures=sums)
     hidden = sums and any(number.role == "targets" and number.name == _HIDDEN for number in formed)
-    return found, [_of_pairs(model)] * neither + [_of_hidden_sum(model, sums)] * bool(hidden)
+    return found, [_of_pairs(type(model).__name__)] * neither + [_of_hidden_sum(model, sums)] * bool(hidden)
+
+
+def warnings_of_losses(model: Any, batch: Batch) -> list[str]:
+    """Return warnings of compiled losses whose values for a sample depend on the other samples of its batch.
+
+    Keras' own losses along other axes than the first do not. Others are computed for the outputs of a batch, as in
+    evaluation, and of its halves.
+    """
+    unknown = [loss for loss in losses_by_output(model) if not _takes_samples_alone(loss)]
+    halves = _halves(batch)
+    if not unknown or halves is None:
+        return []
+    outputs = model(halves[2].inputs, training=False)
+    original = active(module_of_losses(), "reduce_weighted_values")
+
+    def sums(targets: Any, outputs: Any) -> list[tf.Tensor]:
+        found = []
+
+        def noted(values: Any, *arguments: Any, **options: Any) -> Any:
+            found.append(tf.reduce_sum(tf.cast(values, tf.float64)))
+            return original(values, *arguments, **options)
+
+        with replaced(module_of_losses(), "reduce_weighted_values", noted):
+            compiled_losses(model)(targets, outputs)
+        return found
+
+    compute = tf.function(sums, autograph=False, reduce_retracing=True)
+    if exchanges(compute.get_concrete_function(halves[2].targets, outputs).graph):
+        return []
+    rows = int(rows_of(samples_in(halves[0])))
+    cuts = (slice(0, rows), slice(rows, None), slice(None))
+    with unchanged(model):
+        results = [
+            compute(part.targets, tf.nest.map_structure(lambda each, cut=cut: each[cut], outputs))
+            for part, cut in zip(halves, cuts, strict=True)
+        ]
+    first, second, whole = ([float(each) for each in result] for result in results)
+    if all(_adds_up(*each, mean=False) for each in zip(first, second, whole, strict=True)):
+        return []
+    return [_of_pairs(", ".join(sorted({getattr(loss, "name", type(loss).__name__) for loss in unknown})))]
+
+
+def _takes_samples_alone(loss: Any) -> bool:
+    """Return whether a loss of Keras' own gives each sample a value that no other sample has part in."""
+    function, arguments = function_of_loss(loss)
+    if not getattr(function, "__module__", "").startswith("keras.") or function is keras.losses.circle:
+        return False
+    axes = np.atleast_1d(arguments.get("axis", -1))
+    return all(axis is not None and axis != 0 for axis in axes)
+
+
+def _halves(batch: Batch) -> tuple[Batch, Batch, Batch] | None:
+    """Return the first and the second half of a batch, and both; None if there are not two samples."""
+    first = part_of(batch, lambda count: (0, count // 2))
+    second = part_of(batch, lambda count: (count // 2, count // 2 * 2))
+    whole = part_of(batch, lambda count: (0, count // 2 * 2))
+    if first is None or second is None or whole is None or not int(rows_of(samples_in(whole))):
+        return None
+    return first, second, whole
+
+
+def _adds_up(first: float, second: float, whole: float, *, mean: bool) -> bool:
+    expected = (first + second) / 2 if mean else first + second
+    return abs(whole - expected) <= EXACT * max(abs(first), abs(second), abs(whole))
+
+
+def _mixes_by_design(model: Any, formed: Sequence[_Number]) -> bool:
+    """Return whether statistics of a batch, or divisors that are corrected, keep halves from adding up."""
+    normalized = any(isinstance(layer, keras.layers.BatchNormalization) for layer in flatten_layers(model))
+    return normalized or any(number.name == _DIVIDED for number in formed)
 
 
 def may_form_sums(model: Any) -> bool:
@@ -132,6 +219,20 @@ def _formed(
     )
     with ExitStack() as stack:
         stack.enter_context(terms.corrected())
+        original = active(module_of_losses(), "reduce_weighted_values")
+
+        def reduced(
+            values: Any,
+            sample_weight: Any = None,
+            mask: Any = None,
+            reduction: Any = "sum_over_batch_size",
+            dtype: Any = None,
+        ) -> Any:
+            if divisor_of(sample_weight, mask, reduction, tf.float64) is not None:
+                found.append(_Number("divisor", _DIVIDED, 0.0))
+            return original(values, sample_weight, mask, reduction, dtype)
+
+        stack.enter_context(replaced(module_of_losses(), "reduce_weighted_values", reduced))
         stack.enter_context(replaced_in_this_thread(keras.layers.Layer, "add_loss", add_loss))
         stack.enter_context(differentiating(model, upstream))
         for metric in means_of(model):
@@ -194,11 +295,11 @@ def _refusal(layer: str, once: float, twice: float) -> ConfigError:
     )
 
 
-def _of_pairs(model: Any) -> str:
+def _of_pairs(name: str) -> str:
     return (
-        f"warning: the loss of {type(model).__name__} is neither a mean nor a sum over the samples: of twice the same "
-        "samples it is neither the same nor twice as large, as where samples of a batch are compared with one another. "
-        "Each rank compares its own alone. To compare all of them, gather what is compared: "
+        f"warning: the loss of {name} is neither a mean nor a sum over the samples: halves of a batch do not give that "
+        "of the batch, as where samples are compared with one another, or divided by a sum over them. Each rank "
+        "computes it for its own samples alone. To compare all of them, gather what is compared: "
         "hvdtrain.all_gather(embeddings)."
     )
 

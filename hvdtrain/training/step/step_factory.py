@@ -32,7 +32,7 @@ from hvdtrain.training.position_check import check_positions
 from hvdtrain.training.step.batches import forms_own_loss, has_own_train_step, keras_data, per_microbatch, reads_outputs
 from hvdtrain.training.step.forward_backward import ForwardBackward
 from hvdtrain.training.step.logs import StepLogs
-from hvdtrain.training.step.loss_kinds import kinds_of, may_form_sums
+from hvdtrain.training.step.loss_kinds import kinds_of, may_form_sums, warnings_of_losses
 from hvdtrain.training.step.loss_terms import MEANS, Kinds
 from hvdtrain.training.step.metric_check import check_sums
 from hvdtrain.training.step.optimizers import (
@@ -209,6 +209,7 @@ class KerasStepFactory:
             refuse_carried_states(self._model)
             self._check_metrics(batch)
             self._check_states(batch)
+            self.warnings = warnings_of_losses(self._model, batch)
         if self._backend.size > 1 or self._options.accumulate > 1:
             self._find_kinds(batch)
         self._built = True
@@ -260,7 +261,8 @@ class KerasStepFactory:
         model = self._model
         if not may_form_sums(model):
             return
-        self._kinds, self.warnings = self._kinds_of(batch, self._forms())
+        self._kinds, warnings = self._kinds_of(batch, self._forms())
+        self.warnings += warnings
         self._evaluator.kinds = Kinds(added=self._kinds.added)
 
     def _kinds_of(self, batch: Batch, step: Callable[[Batch], Any]) -> tuple[Kinds, list[str]]:

@@ -9,7 +9,7 @@ from hvdtrain.backends.single import SingleBackend
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.batch import as_batch
 from hvdtrain.training.step.logs import StepLogs
-from hvdtrain.training.step.loss_kinds import kinds_of, may_form_sums
+from hvdtrain.training.step.loss_kinds import kinds_of, may_form_sums, warnings_of_losses
 from hvdtrain.training.step.optimizers import unapplied
 
 X = np.random.default_rng(0).standard_normal((6, 3)).astype("float32")
@@ -80,6 +80,63 @@ def test_a_loss_over_pairs_of_samples_is_named():
     assert len(warnings) == 1
     assert "the loss of Own is neither a mean nor a sum over the samples" in warnings[0]
     assert "hvdtrain.all_gather(embeddings)" in warnings[0]
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda outputs: tf.reduce_mean(tf.square(outputs @ tf.transpose(outputs))),
+        lambda outputs: tf.reduce_mean(tf.math.reduce_variance(outputs, 0)),
+        lambda outputs: tf.math.divide_no_nan(tf.reduce_sum(tf.nn.relu(outputs)), tf.reduce_sum(outputs**2)),
+    ],
+    ids=["all pairs", "covariance", "own divisor"],
+)
+def test_a_mean_that_is_not_that_of_its_halves_is_named(loss):
+    kinds, warnings = found(model_with(loss))
+    assert kinds.targets == ("mean",)
+    assert len(warnings) == 1
+    assert "halves of a batch do not give that of the batch" in warnings[0]
+    assert not found(model_with(loss, layers=[keras.layers.BatchNormalization()]))[1], "its statistics are of a batch"
+
+
+def over_pairs(targets, outputs):
+    return tf.reduce_mean(tf.square(outputs @ tf.transpose(outputs)), -1)
+
+
+class Pairs(keras.losses.Loss):
+    def call(self, targets, outputs):
+        return over_pairs(targets, outputs)
+
+
+def squared(targets, outputs):
+    return tf.reduce_sum(tf.square(outputs - targets), -1)
+
+
+@pytest.mark.parametrize(
+    ("loss", "named"),
+    [
+        (keras.losses.Circle(), "circle"),
+        (keras.losses.CosineSimilarity(axis=0), "cosine_similarity"),
+        (over_pairs, "over_pairs"),
+        (Pairs(name="pairs"), "pairs"),
+        (squared, None),
+        (keras.losses.CosineSimilarity(axis=-1), None),
+        ("mse", None),
+    ],
+)
+def test_a_compiled_loss_that_compares_samples_is_named(loss, named):
+    model = keras.Sequential([keras.Input((3,)), keras.layers.BatchNormalization(), keras.layers.Dense(2)])
+    model.compile("sgd", loss)
+    is_circle = isinstance(loss, keras.losses.Circle)
+    targets = tf.constant([0, 1, 0, 1, 1]) if is_circle else tf.ones([5, 2])
+    batch = as_batch((tf.constant(X[:5]), targets), 1.0, 5)
+    model.test_step((batch.inputs, batch.targets))  # builds the losses
+    before = [np.array(variable.numpy()) for variable in model.variables]
+    warnings = warnings_of_losses(model, batch)
+    assert len(warnings) == (named is not None), warnings
+    assert named is None or f"the loss of {named} is neither a mean nor a sum over the samples" in warnings[0]
+    for variable, value in zip(model.variables, before, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value)
 
 
 def test_what_is_random_is_not_judged_to_the_last_digit():
