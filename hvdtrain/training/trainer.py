@@ -11,6 +11,7 @@ from typing import Any
 from hvdtrain.config.checkpoint import Checkpoint
 from hvdtrain.config.elastic import COMMIT_EVERY, check_commits
 from hvdtrain.config.errors import ConfigError, opt
+from hvdtrain.data.streams.python_batches import as_function
 from hvdtrain.optim.precision import precision
 from hvdtrain.training.agreement import agree_on_call
 from hvdtrain.training.batch_calls import BatchTrainer
@@ -21,6 +22,7 @@ from hvdtrain.training.fit_arguments import VALIDATION_BATCH, DataArguments, Fit
 from hvdtrain.training.fitting import FitRequest
 from hvdtrain.training.loop.keras_callbacks import evaluation_callbacks
 from hvdtrain.training.loop.result import FitResult
+from hvdtrain.training.preprocessing import preprocessed, preprocessed_arguments, preprocesses
 from hvdtrain.training.rank_inputs import evaluation_data
 from hvdtrain.training.run_info import show_evaluation
 from hvdtrain.training.update_rules.zero.building import is_built_sharded
@@ -154,6 +156,8 @@ class Trainer(BatchTrainer):
             initial_epoch=initial_epoch,
             log_every=log_every,
         )
+        if preprocesses(self.model, x):
+            arguments = preprocessed_arguments(self.model, arguments, self.backend)
         request = FitRequest(arguments, callbacks or (), checkpoint, verbose)
         if elastic:
             return self._fit_elastically(request, check_commits(commit_every))
@@ -201,7 +205,9 @@ class Trainer(BatchTrainer):
         check_counts(sizes)
         check_shard(shard)
         size = global_batch(batch_size, batch, self.backend) or VALIDATION_BATCH
-        data = combined(x, y, sample_weight)
+        if preprocesses(self.model, x):
+            x, y, sample_weight = preprocessed(self.model, (x, y, sample_weight), size), None, None
+        data = combined(as_function(x, steps), y, sample_weight)
         batches = evaluation_data(data, self.backend, batch=size, steps=steps, shard=shard)
         outcome = self.evaluate_on(batches, callbacks or ())
         show_evaluation(outcome, self.backend, verbose)
@@ -240,6 +246,8 @@ class Trainer(BatchTrainer):
         check_counts(sizes)
         check_shard(shard)
         size = global_batch(batch_size, batch, self.backend) or VALIDATION_BATCH
+        if preprocesses(self.model, x):
+            x = preprocessed(self.model, (x,), size)
         batches = prediction_batches(x, self.backend, batch=size, steps=steps, shard=shard)
         if self.backend.processes > 1 or self._pending is not None or self.options.precision is not None:
             with precision(self.options.precision):
