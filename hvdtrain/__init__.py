@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     )
     from hvdtrain.gradients.distributed_optimizer import DistributedOptimizer
     from hvdtrain.gradients.tape import DistributedGradientTape
+    from hvdtrain.layers.attention import DotProductAttention
     from hvdtrain.layers.embedding import ShardedEmbedding
     from hvdtrain.layers.experts import MixtureOfExperts
     from hvdtrain.layers.recompute import Recompute
@@ -64,6 +65,7 @@ _PUBLIC = {
     "LARS": "hvdtrain.optim.lars",
     "LoadedRun": "hvdtrain.runs.use.loaded",
     "LossScaleOptimizer": "hvdtrain.optim.precision",
+    "DotProductAttention": "hvdtrain.layers.attention",
     "MixtureOfExperts": "hvdtrain.layers.experts",
     "Recompute": "hvdtrain.layers.recompute",
     "ShardedEmbedding": "hvdtrain.layers.embedding",
@@ -102,6 +104,7 @@ __all__ = [
     "Checkpoint",
     "DistributedGradientTape",
     "DistributedOptimizer",
+    "DotProductAttention",
     "FusedHeads",
     "GradientAccumulator",
     "LARS",

@@ -116,7 +116,8 @@ if [ -z "${which[*]}" ]; then
     section "exact resume" python -m tests.exact_resume
     # The newest Keras that setup.cfg allows is that of launch/requirements.txt; this is the oldest.
     oldest="$(sed -n 's/^ *keras>=\([0-9.]*\).*/\1/p' setup.cfg)"
-    with="launch/lib/keras.sh $oldest" tests "unit tests with Keras $oldest" -n 3 tests/unit
+    with="launch/lib/overlay.sh keras-$oldest keras==$oldest.* --" tests "unit tests with Keras $oldest" -n 3 tests/unit
+    with="launch/lib/overlay.sh keras-hub -r launch/requirements-keras-hub.txt --" tests "KerasHub" tests/keras_hub
     on_python_3_13
 fi
 finish

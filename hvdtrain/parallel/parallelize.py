@@ -9,13 +9,15 @@ from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.parallel.context.split import AXIS as CONTEXT
 from hvdtrain.parallel.context.split import agree_on_model, separated, split_sequences
 from hvdtrain.parallel.tensor.flow.trace import built, input_specs
+from hvdtrain.parallel.tensor.keras_hub import DECODERS
+from hvdtrain.parallel.tensor.keras_hub import NAME as KERAS_HUB
 from hvdtrain.parallel.tensor.parallelize import Parallelization, check_model
 from hvdtrain.parallel.tensor.rules import AXIS as TENSOR
 from hvdtrain.parallel.tensor.rules import Rules
 
 
 def parallelize(
-    model: Any, rules: Rules | None = None, *, inputs: Any = None, sequence_parallel: bool = False
+    model: Any, rules: Rules | str | None = None, *, inputs: Any = None, sequence_parallel: bool = False
 ) -> keras.Model:
     """Return an equivalent model, split along `tp` and `cp`. Collective.
 
@@ -33,7 +35,7 @@ def parallelize(
     Args:
         model: a built Keras model, which is split in place, or a function without arguments that builds one: then no
             process ever materializes more than one full variable.
-        rules: layouts by regular expression.
+        rules: layouts by regular expression, or "keras_hub" for those of KerasHub's decoders.
         inputs: for a model class of the user's own: a batch, or anything with its shapes and dtypes.
         sequence_parallel: keep activations between blocks sharded along the sequence, over `tp`.
 
@@ -49,9 +51,13 @@ def parallelize(
             f"{opt('sequence_parallel')} cuts sequences along tp, and cp={along.size} cuts them too: leave out one of "
             "the two."
         )
-    of_layers, of_sequences = separated(rules)
+    of_many = rules == KERAS_HUB
+    of_layers, of_sequences = separated(DECODERS if of_many else rules)
     if of_layers or "tp" in backend.axes:
-        split = Parallelization(backend.along(TENSOR), of_layers, backend, sequence=sequence_parallel)(model, inputs)
+        along_heads = backend.along(TENSOR)
+        split = Parallelization(along_heads, of_layers, backend, sequence=sequence_parallel, of_many=of_many)(
+            model, inputs
+        )
     else:
         split = built(model, inputs)
         check_model(split)

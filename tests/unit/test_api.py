@@ -32,6 +32,7 @@ def test_the_public_names_are_those_that_are_promised():
         "Checkpoint",
         "DistributedGradientTape",
         "DistributedOptimizer",
+        "DotProductAttention",
         "FusedHeads",
         "GradientAccumulator",
         "LARS",
@@ -151,6 +152,15 @@ def test_a_process_leaves_its_job_once():
     assert done.stdout == "False 0\n", done.stderr
     assert "a process joins its job once" in done.stderr
     assert done.returncode == 1
+
+
+@pytest.mark.parametrize(
+    "begin", ["import hvdtrain, hvdtrain.horovod as hvd; hvdtrain.init()", "import hvdtrain; hvdtrain.init()"]
+)
+def test_horovods_functions_work_in_a_process_that_is_alone(begin):
+    code = f"{begin}\nimport hvdtrain.horovod as hvd\nprint(hvd.size(), hvd.allgather([2.0]).numpy(), hvdtrain.size())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "1 [2.] 1\n", done.stderr
 
 
 def test_a_process_that_is_alone_is_rank_0_of_1(session):

@@ -19,6 +19,8 @@ from hvdtrain.parallel.tensor.flow.operations import ELEMENTWISE, FILLED, OF_SHA
 from hvdtrain.parallel.tensor.flow.trace import Trace, same_operations
 
 WHOLE = Layout()
+OWN_ATTENTION = "In attention of your own, call hvdtrain.DotProductAttention: it is given all positions."
+"""Advice for a layer that attends by itself."""
 _TAKE_SHAPES = ("Reshape", "BroadcastTo", "StridedSlice", "Slice", "Pack", "ConcatV2", *FILLED)
 _RANDOM = ("Random", "StatelessRandom")
 _ASSIGN = ("AssignVariableOp", "AssignAddVariableOp")
@@ -138,7 +140,7 @@ class _Walk:
             raise ConfigError(
                 f"{place_of(op)} {what}, of which each rank along cp has a slice ({op.type}). Each position must be "
                 "computed from itself alone, but for MultiHeadAttention and GroupQueryAttention: leave the layer out, "
-                f"or cp in {opt('parallel')}."
+                f"or cp in {opt('parallel')}. {OWN_ATTENTION}"
             )
         whole = self._whole.get(id(op))
         self.generators.use_on_shard(

@@ -17,6 +17,7 @@ from hvdtrain.backends.differentiable import exchange_parts, gather_to
 from hvdtrain.backends.protocol import Collectives
 from hvdtrain.compat.keras import attention_axes, mask_of, query_kernel, replace_attention
 from hvdtrain.config.errors import ConfigError, opt
+from hvdtrain.layers.attention import DotProductAttention
 from hvdtrain.layers.experts import MixtureOfExperts
 from hvdtrain.parallel.context.positions import POSITION_DIM, Positions
 from hvdtrain.parallel.tensor.flow.trace import BY_OUTPUT_RULE, FlowRecord
@@ -34,6 +35,8 @@ class Group:
     """Where layers record inputs and outputs while the model is checked."""
     cuts: bool = False
     """Whether sequences are sharded; False while the full model is traced."""
+    lengths: frozenset[int] = frozenset()
+    """Lengths of the sequences that are sharded."""
 
     @property
     def positions(self) -> Positions:
@@ -58,10 +61,10 @@ def is_embedding(layer: Any) -> bool:
     return any(calls_as(layer, kind) for kind in EMBEDDINGS)
 
 
-def cut_lookups(layer: Any, group: Group, length: int) -> None:
-    """Restrict an embedding to this rank's positions of sequences of `length`.
+def cut_lookups(layer: Any, group: Group) -> None:
+    """Restrict an embedding to this rank's positions of the group's sequences.
 
-    Other inputs, such as a class per sample, stay full. Position indices, 0 to the length, [positions] or [1,
+    Other inputs, such as a class per sample, stay full. Position indices, 0 to a length, [positions] or [1,
     positions], are sharded like tokens.
     """
     whole_call, whole_mask, name = layer.call, layer.compute_mask, described(layer)
@@ -74,7 +77,7 @@ def cut_lookups(layer: Any, group: Group, length: int) -> None:
                 outputs = whole_call(inputs, *args, **options)
                 flow.passes.append((inputs, outputs, all_but_last(inputs)))
                 return outputs
-            dim = _dim_of(inputs, length, group, lists)
+            dim = _dim_of(inputs, group, lists)
             if dim is None:
                 return whole_call(inputs, *args, **options)
             outputs = whole_call(group.positions.of(inputs, dim, what="sequence"), *args, **options)
@@ -86,7 +89,7 @@ def cut_lookups(layer: Any, group: Group, length: int) -> None:
     def compute_mask(inputs: Any, *args: Any, **options: Any) -> Any:
         with group.record.call(name) as flow:
             mask = whole_mask(inputs, *args, **options)
-            dim = _dim_of(inputs, length, group, lists)
+            dim = _dim_of(inputs, group, lists)
             if mask is None or dim is None:
                 return mask
             mask = group.positions.of(mask, dim)
@@ -109,25 +112,26 @@ class _Lists:
         self._group = group
         self._of_positions: bool | None = None
 
-    def have_positions(self, size: int | None, length: int) -> bool:
+    def have_positions(self, size: int | None) -> bool:
         """Return the decision of the check. Raises ConfigError if the embedding is used for both."""
         if self._group.record.graph is None:
             return bool(self._of_positions)
-        if self._of_positions not in (None, size == length):
+        positions = size in self._group.lengths
+        if self._of_positions not in (None, positions):
             raise ConfigError(
                 f"{self._name} looks up positions, and a number of each sample, and cannot tell them apart in a batch "
-                f"of {length} samples: use an embedding for each."
+                f"of {size if positions else min(self._group.lengths)} samples: use an embedding for each."
             )
-        self._of_positions = size == length
-        return self._of_positions
+        self._of_positions = positions
+        return positions
 
 
-def _dim_of(inputs: Any, length: int, group: Group, lists: _Lists) -> int | None:
+def _dim_of(inputs: Any, group: Group, lists: _Lists) -> int | None:
     """Return the sequence dimension of the lookup's indices; None if there is none or it stays full."""
     rank = inputs.shape.rank
     if rank == 1:
-        return 0 if lists.have_positions(inputs.shape[0], length) and group.cuts else None
-    if not group.cuts or not rank or inputs.shape[POSITION_DIM] != length:
+        return 0 if lists.have_positions(inputs.shape[0]) and group.cuts else None
+    if not group.cuts or not rank or inputs.shape[POSITION_DIM] not in group.lengths:
         return None
     return POSITION_DIM
 
@@ -251,6 +255,42 @@ def split_attention(layer: Any, group: Group, name: str) -> None:
     _note(layer, group)
 
 
+def is_own_attention(layer: Any) -> bool:
+    """Return whether a layer attends as `hvdtrain.DotProductAttention`."""
+    return calls_as(layer, DotProductAttention)
+
+
+def split_own_attention(layer: Any, group: Group, name: str) -> None:
+    """Make a `DotProductAttention` see all positions; `name` is the same on all ranks."""
+    whole_call, exchange, ranks = layer.call, _Exchange(group, name), group.exchange.size
+
+    def call(query: Any, key: Any, value: Any, padding_mask: Any = None) -> Any:
+        with group.record.call(described(layer)) as flow:
+            if not group.cuts:
+                return whole_call(query, key, value, padding_mask)
+            fewest = min(query.shape[HEAD_DIM], key.shape[HEAD_DIM])
+            if fewest % ranks:
+                raise ConfigError(_undivided(layer, ranks, fewest))
+            taken, mask = [query, key, value], padding_mask
+            # A mask that is an input of the model has all positions; one of activations has those of a slice.
+            if mask is not None and mask.shape[POSITION_DIM] == key.shape[POSITION_DIM]:
+                taken.append(mask)
+                mask = exchange.whole_mask(mask)
+            outputs = exchange.own_positions(whole_call(*exchange.heads(query, key, value), mask))
+            flow.takes += [(x, POSITION_DIM - x.shape.rank) for x in taken]
+            flow.gives.append((outputs, POSITION_DIM - outputs.shape.rank))
+            return outputs
+
+    replace_call(layer, call)
+
+
+def _undivided(layer: Any, ranks: int, heads: int) -> str:
+    return (
+        f"cp={ranks} does not divide the heads of {described(layer)}, of which each rank computes some. Received: "
+        f"{heads} heads on a rank. Choose a cp that divides them, times tp where there is one."
+    )
+
+
 def _check(layer: Any, ranks: int) -> None:
     axes = attention_axes(layer) or (POSITION_DIM,)
     if axes != (POSITION_DIM,):
@@ -260,10 +300,7 @@ def _check(layer: Any, ranks: int) -> None:
         )
     heads = int(query_kernel(layer).shape[1])
     if heads % ranks:
-        raise ConfigError(
-            f"cp={ranks} does not divide the heads of {described(layer)}, of which each rank computes some. Received: "
-            f"{heads} heads on a rank. Choose a cp that divides them, times tp where there is one."
-        )
+        raise ConfigError(_undivided(layer, ranks, heads))
 
 
 class _Exchange:

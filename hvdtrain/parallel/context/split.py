@@ -11,7 +11,7 @@ from hvdtrain.backends.protocol import Backend, Collectives, gather
 from hvdtrain.compat.keras import flatten_layers, query_kernel
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.layers.exchanging import ExchangingLayer
-from hvdtrain.parallel.context.flow import follow
+from hvdtrain.parallel.context.flow import OWN_ATTENTION, follow
 from hvdtrain.parallel.context.layers import (
     Group,
     cut_lookups,
@@ -20,9 +20,11 @@ from hvdtrain.parallel.context.layers import (
     is_dense,
     is_embedding,
     is_experts,
+    is_own_attention,
     note_dense,
     note_experts,
     split_attention,
+    split_own_attention,
 )
 from hvdtrain.parallel.context.positions import POSITION_DIM, PositionSlices
 from hvdtrain.parallel.tensor.flow.constants import UNSEEDED
@@ -99,27 +101,46 @@ def split_sequences(model: Any, exchange: Collectives, rules: Mapping[str, Layou
     """
     specs = input_specs(model, inputs)
     group = Group(exchange)
-    _install(model, group, rules, _length_of(model, specs, exchange.size))
-    wholes = {mode: _traced(model, specs, group, training=mode) for mode in (True, False)}
-    group.cuts = True
-    variables = structure_of(model).by_path(model.variables)
-    for mode, whole in wholes.items():
-        draws = follow(_traced(model, specs, group, training=mode), whole, exchange.size, variables)
-        for path in draws.replicated - {UNSEEDED}:
-            draw_for_samples(variables[path])
+    first = _length_of(model, specs, exchange.size)
+    group.lengths = frozenset([first, *_other_lengths(specs, exchange.size)])
+    _install(model, group, rules)
+    try:
+        draws = _draws(model, specs, group)
+    except ConfigError:
+        if group.lengths == {first}:
+            raise
+        # Numbers of each sample, such as the columns of a table, are no sequence.
+        group.cuts, group.lengths = False, frozenset([first])
+        draws = _draws(model, specs, group)
+    for variable in draws:
+        draw_for_samples(variable)
     PositionSlices(exchange, group.whole_sequences).install(model)
     model.split_along = (*getattr(model, "split_along", ()), AXIS)
 
 
-def _install(model: Any, group: Group, rules: Mapping[str, Layout], length: int) -> None:
+def _draws(model: Any, specs: Any, group: Group) -> list[Any]:
+    """Compare the model on slices with the whole one; return states of generators that draw for all positions."""
+    wholes = {mode: _traced(model, specs, group, training=mode) for mode in (True, False)}
+    group.cuts = True
+    variables = structure_of(model).by_path(model.variables)
+    paths: set[str] = set()
+    for mode, whole in wholes.items():
+        sliced = _traced(model, specs, group, training=mode)
+        paths |= follow(sliced, whole, group.exchange.size, variables).replicated
+    return [variables[path] for path in sorted(paths - {UNSEEDED})]
+
+
+def _install(model: Any, group: Group, rules: Mapping[str, Layout]) -> None:
     layers = _layers(model)
     projections = {id(inner) for layer in layers if is_attention(layer) for inner in inner_layers(layer)}
-    for layer in layers:
+    for number, layer in enumerate(layers):
         _refuse_unfit(layer)
         if is_attention(layer):
             split_attention(layer, group, f"context/{_name_of(model, layer)}")
+        elif is_own_attention(layer):
+            split_own_attention(layer, group, f"context/attention_{number}")
         elif is_embedding(layer):
-            cut_lookups(layer, group, length)
+            cut_lookups(layer, group)
         elif is_dense(layer) and id(layer) not in projections:
             note_dense(layer, group)
         elif is_experts(layer):
@@ -162,6 +183,13 @@ def _length_of(model: Any, specs: Any, ranks: int) -> int:
     return int(length)
 
 
+def _other_lengths(specs: Any, ranks: int) -> list[int]:
+    """Return the lengths of further inputs of tokens, such as a decoder's, that the ranks divide."""
+    tokens = [spec for spec in tf.nest.flatten(specs) if spec.dtype.is_integer and len(spec.shape) == POSITION_DIM + 1]
+    lengths = [spec.shape[POSITION_DIM] for spec in tokens]
+    return [length for length in lengths if length is not None and length % ranks == 0]
+
+
 def _traced(model: Any, specs: Any, group: Group, *, training: bool) -> Trace:
     try:
         trace = traced(model, specs, group.record, training=training)
@@ -171,7 +199,7 @@ def _traced(model: Any, specs: Any, group: Group, *, training: bool) -> Trace:
         raise ConfigError(
             f"{model.name!r} cannot be called with slices of its sequences: one meets a tensor of all positions. What "
             'belongs to positions comes of an Embedding, or of a layer that a rule names, as in {"LAYER/output": '
-            f'(None, "cp", None)}}. TensorFlow says: {error}'
+            f'(None, "cp", None)}}. {OWN_ATTENTION} TensorFlow says: {error}'
         ) from error
     other = next((layer for layer, _ in trace.losses if not is_experts(layer)), None)
     if other is not None:

@@ -18,7 +18,14 @@ from hvdtrain.parallel.tensor.building import Building, ShardedVariable, agree_o
 from hvdtrain.parallel.tensor.cuts import Cut
 from hvdtrain.parallel.tensor.flow.check import SIZES, Flow, follow
 from hvdtrain.parallel.tensor.flow.trace import FlowRecord, Trace, built, input_specs, of_one_size, traced
-from hvdtrain.parallel.tensor.layers.base import Group, TensorParallelLayer, cut_output, recorded
+from hvdtrain.parallel.tensor.layers.base import (
+    Group,
+    TensorParallelLayer,
+    count_own_heads,
+    cut_output,
+    described,
+    recorded,
+)
 from hvdtrain.parallel.tensor.layers.sharded import tensor_parallel_layers
 from hvdtrain.parallel.tensor.outputs import OutputShards
 from hvdtrain.parallel.tensor.rules import AXIS, LayoutRules, Rules
@@ -86,9 +93,17 @@ class Parallelization:
     `backend` agrees with the other ranks; None: skip.
     """
 
-    def __init__(self, exchange: Collectives, rules: Rules, backend: Backend | None, *, sequence: bool = False) -> None:
+    def __init__(
+        self,
+        exchange: Collectives,
+        rules: Rules,
+        backend: Backend | None,
+        *,
+        sequence: bool = False,
+        of_many: bool = False,
+    ) -> None:
         self._exchange = exchange
-        self._rules = LayoutRules(rules)
+        self._rules = LayoutRules(rules, of_many=of_many)
         self._backend = backend
         self._group = Group(exchange, sequence, FlowRecord())
 
@@ -123,6 +138,7 @@ class Parallelization:
         paths = self._cut(model, building.finish(), cuts)
         for layer, sliced in layers:
             sliced.install(self._group, f"tensor/{_name_of(layer, paths, cuts)}")
+        count_own_heads(model, cuts, self._exchange.size)
         for layer, cut in outputs:
             cut_output(layer, self._group, f"tensor/output/{layer.path or layer.name}", whole=not cut)
         cut_paths = frozenset(paths[key] for key in cuts)
@@ -205,12 +221,27 @@ class Parallelization:
             raise ConfigError(
                 f"{model.name!r} cannot be called with slices of its variables: an activation of which each rank has a "
                 f"slice arrives where the whole is needed. {SIZES}; or cut a layer before that along its input. "
+                f"{_of_normalizations(model)}"
                 f"TensorFlow says: {error}"
             ) from error
         variables = structure_of(model).by_path(model.variables)
         return follow(
             sliced, whole=whole, ranks=self._exchange.size, index=self._exchange.index, variables=variables, cut=cut
         )
+
+
+NORMALIZATIONS = (keras.layers.BatchNormalization, keras.layers.LayerNormalization, keras.layers.GroupNormalization)
+
+
+def _of_normalizations(model: Any) -> str:
+    """Return advice about layers that have numbers for all features."""
+    found = [layer for layer in flatten_layers(model) if isinstance(layer, NORMALIZATIONS)]
+    if not found:
+        return ""
+    return (
+        f"{described(found[0])} has a scale for each of all features: a Dense layer or convolution whose output it "
+        "normalizes stays whole. "
+    )
 
 
 def check_model(model: Any) -> None:

@@ -22,10 +22,15 @@ Rules: TypeAlias = Mapping[str, Layout]
 class LayoutRules:
     """Validated rules, which record their matches.
 
-    Raises ConfigError for no rules, an invalid expression, or a layout with another axis or several dims.
+    Args:
+        rules: layouts by regular expression.
+        of_many: whether they are for many models, of which each matches some.
+
+    Raises:
+        ConfigError: no rules, an invalid expression, or a layout with another axis or several dims.
     """
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: Rules, *, of_many: bool = False) -> None:
         if not isinstance(rules, Mapping) or not rules:
             raise ConfigError(
                 'Rules map regular expressions of variable paths to layouts, such as {"mlp_in/kernel": (None, "tp")}. '
@@ -39,6 +44,7 @@ class LayoutRules:
         }
         self._compiled = {expression: _compiled(expression) for expression in self._layouts}
         self._matched: set[str] = set()
+        self._of_many = of_many
 
     def cut_of(self, path: str, shape: Sequence[int], index: int, ranks: int) -> Cut | None:
         """Return the shard of the variable `path` on rank `index` of `ranks`; None if not sharded.
@@ -87,7 +93,7 @@ class LayoutRules:
     def check_used(self, paths: Sequence[str]) -> None:
         """Reject rules without a match, listing variable `paths`."""
         unused = [expression for expression in (*self._layouts, *self._outputs) if expression not in self._matched]
-        if unused:
+        if unused and not (self._of_many and self._matched):
             shown = ", ".join(paths[:8]) + (f" … ({len(paths)} variables)" if len(paths) > 8 else "")
             what = "layer" if unused[0] in self._outputs else "variable"
             raise ConfigError(f"The rule {unused[0]!r} matches no {what} of the model, which has {shown}.")

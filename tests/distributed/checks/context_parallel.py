@@ -5,6 +5,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from as_keras import assert_trained_as_keras
 from meshes import on_mesh
 from world import World, computing_in, flat_bytes, moved, plain_training, relative_error
 from worlds import worlds
@@ -140,6 +141,43 @@ def check_masks_weights_and_regularizers_in_float64(world: World) -> None:
         trained(mesh, model, weighted_data(), masked_loss())
     error = error_of(world, model, copied(masked()), masked_training()[1])
     assert error <= 1e-9, f"{error:.2e}"
+
+
+SHORT = 6
+
+
+def translation() -> keras.Model:
+    """An encoder and a decoder of other lengths, with padding in both, and a number of each sample."""
+    source, target = keras.Input((LENGTH,), dtype="int32"), keras.Input((SHORT,), dtype="int32")
+    x = layers.Embedding(WORDS, 16, mask_zero=True)(source)
+    x = x + layers.MultiHeadAttention(2, 8)(x, x)
+    y = layers.Embedding(WORDS, 16, mask_zero=True)(target)
+    y = y + layers.MultiHeadAttention(2, 8)(y, y, use_causal_mask=True)
+    y = y + layers.MultiHeadAttention(4, 4)(y, x)
+    return keras.Model([source, target], layers.Dense(WORDS)(y))
+
+
+@worlds("mpirun-2", extended=True)
+def check_an_encoder_and_a_decoder_have_lengths_of_their_own(world: World) -> None:
+    rng = np.random.default_rng(4)
+    source, target = (rng.integers(1, WORDS, (SAMPLES, length)).astype("int32") for length in (LENGTH, SHORT))
+    source[::2, 5:], target[::3, 3:] = 0, 0
+    given = {"y": rng.integers(0, WORDS, (SAMPLES, SHORT)), "shuffle": False, "epochs": 2}
+    with on_mesh(world, "cp=2") as mesh:
+        built = iter([translation, lambda: hvdtrain.parallelize(translation)])
+
+        def build() -> keras.Model:
+            keras.utils.set_random_seed(3)
+            return next(built)()
+
+        assert_trained_as_keras(
+            mesh,
+            build,
+            lambda: {"optimizer": sgd(), "loss": type(LOSS)(from_logits=True)},
+            lambda: {"x": [source, target], "batch_size": BATCH, **given},
+            evaluate=lambda: {"x": [source, target], "y": given["y"], "batch_size": BATCH},
+            predict=lambda: {"x": [source, target], "batch_size": BATCH},
+        )
 
 
 class Deaf:

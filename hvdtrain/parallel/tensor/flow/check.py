@@ -16,7 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.parallel.tensor.flow.constants import UNSEEDED, RandomUse, compare_numbers, of_constants
+from hvdtrain.parallel.tensor.flow.constants import UNSEEDED, RandomUse, compare_numbers, even_dims, of_constants
 from hvdtrain.parallel.tensor.flow.layouts import Layout, joined
 from hvdtrain.parallel.tensor.flow.operations import ELEMENTWISE, OF_SHAPE, indexed, outputs_of, reshaped_like
 from hvdtrain.parallel.tensor.flow.trace import BY_OUTPUT_RULE, Trace, same_operations, shown
@@ -216,7 +216,14 @@ class _Walk:
         elif any(layout.dim is not None for layout in inputs):
             outputs = self._sharded(op, inputs)
         else:
-            outputs = [self._of_whole(op, inputs)] * len(op.outputs)
+            layout = self._of_whole(op, inputs)
+            # Integers and booleans, such as masks that are made for an activation's shape, pass no gradient on.
+            outputs = [
+                layout
+                if layout.constant or tensor.dtype.is_floating or tensor.dtype.is_complex
+                else Layout(even_dims=layout.even_dims)
+                for tensor in op.outputs
+            ]
         for tensor, layout in zip(op.outputs, outputs, strict=True):
             self._layouts[tensor.name] = layout
 
@@ -256,7 +263,8 @@ class _Walk:
             return Layout(learned=True, parameters=parameters)
         for layout in inputs:
             self._used_whole(layout)
-        return Layout(learned=any(layout.learned for layout in inputs))
+        even = even_dims(op, inputs) if op.type in ELEMENTWISE else frozenset()
+        return Layout(learned=any(layout.learned for layout in inputs), even_dims=even)
 
     def _used_whole(self, layout: Layout) -> None:
         self._flow.whole |= layout.parameters
@@ -296,13 +304,16 @@ def _confirm(tensor: Any, whole: Any, layout: Layout, ranks: int, index: int) ->
     """Compare a tensor's shape with the one in the full model."""
     if tensor.shape.rank is None or whole.shape.rank is None:
         return
-    shape = [
-        _length_of_slice(length, ranks, index) if dim == layout.dim and length is not None else length
-        for dim, length in enumerate(whole.shape.as_list())
-    ]
-    alike = len(shape) == tensor.shape.rank
-    pairs = zip(tensor.shape.as_list(), shape, strict=False)
-    if layout.constant or (alike and all(None in pair or pair[0] == pair[1] for pair in pairs)):
+    rank = tensor.shape.rank
+
+    def fits(dim: int, mine: int | None, theirs: int | None) -> bool:
+        if mine is None or theirs is None:
+            return True
+        part = _length_of_slice(theirs, ranks, index)
+        return mine == (part if dim == layout.dim else theirs) or (dim - rank in layout.even_dims and mine == part)
+
+    pairs = zip(range(rank), tensor.shape.as_list(), whole.shape.as_list(), strict=False)
+    if layout.constant or (rank == whole.shape.rank and all(fits(*each) for each in pairs)):
         return
     raise ConfigError(
         f"{place_of(tensor.op)} gives the shape {shown(tensor.shape)} where each rank has a slice of its input, and "

@@ -76,12 +76,12 @@ def of_constants(op: Any, inputs: Sequence[Layout]) -> Layout:
         return Layout(constant=True, even=True, generators=generators)
     if inputs and op.type in ELEMENTWISE:
         even = all(layout.even for layout in inputs)
-        return Layout(constant=True, even=even, even_dims=_even_dims(op, inputs), generators=generators)
+        return Layout(constant=True, even=even, even_dims=even_dims(op, inputs), generators=generators)
     return Layout(constant=True, even=op.type == "Const" and _of_one_value(op.outputs[0]), generators=generators)
 
 
-def _even_dims(op: Any, inputs: Sequence[Layout]) -> frozenset[int]:
-    """Return the dims, from the last, along which a result is constant."""
+def even_dims(op: Any, inputs: Sequence[Layout]) -> frozenset[int]:
+    """Return the dims, from the last, along which the result of an elementwise operation is the same everywhere."""
     rank = op.outputs[0].shape.rank
     return frozenset(
         dim

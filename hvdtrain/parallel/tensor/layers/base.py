@@ -1,5 +1,6 @@
 """Base of sharded layers: their group of ranks, and the record of inputs and outputs."""
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,12 +11,14 @@ import tensorflow as tf
 
 from hvdtrain.backends.differentiable import copy_to, gather_from, gather_to, slice_to, sum_from, sum_slices_from
 from hvdtrain.backends.protocol import Collectives
-from hvdtrain.compat.keras import mask_of
+from hvdtrain.compat.keras import flatten_layers, mask_of, own_layers
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.parallel.tensor.cuts import Cut
 from hvdtrain.parallel.tensor.flow.trace import BY_OUTPUT_RULE, FlowRecord, LayerCall, shown
 from hvdtrain.runtime.compiled import numbered
 
+COUNTS_OF_HEADS = ("num_heads", "num_query_heads", "num_key_value_heads")
+"""Attributes by which layers reshape activations to heads."""
 SEQUENCE_DIM = 1
 """Sequence dim of activations, [batch, sequence, …], used by sequence parallelism."""
 
@@ -116,6 +119,36 @@ def described(layer: Any) -> str:
 def replace_call(layer: Any, call: Callable[..., Any]) -> None:
     """Set the `call` of `layer`."""
     vars(layer)["call"] = call
+
+
+def count_own_heads(model: Any, cuts: dict[int, Cut], ranks: int) -> None:
+    """Let a layer that counts the heads of its projections, as KerasHub's Gemma does, count those of its rank.
+
+    Only while it is called: it is built and described as a whole.
+    """
+    for layer in flatten_layers(model):
+        heads = [
+            cut.whole[cut.dim]
+            for inner in own_layers(layer)
+            for cut in [cut_of(getattr(inner, "kernel", None), cuts)]
+            if cut is not None and inner.name in ("query", "key", "value")
+        ]
+        own = {name: vars(layer)[name] for name in COUNTS_OF_HEADS if vars(layer).get(name) in heads}
+        if own:
+            replace_call(layer, _counting(layer, layer.call, {name: count // ranks for name, count in own.items()}))
+
+
+def _counting(layer: Any, whole_call: Callable[..., Any], counts: dict[str, int]) -> Callable[..., Any]:
+    @functools.wraps(whole_call)
+    def call(*args: Any, **options: Any) -> Any:
+        before = {name: vars(layer)[name] for name in counts}
+        vars(layer).update(counts)
+        try:
+            return whole_call(*args, **options)
+        finally:
+            vars(layer).update(before)
+
+    return call
 
 
 def refuse_other_weights(layer: Any) -> None:

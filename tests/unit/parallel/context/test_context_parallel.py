@@ -110,7 +110,47 @@ def rotated(tokens):
     return x + Rotated(2, 4)(x, x, use_causal_mask=True)
 
 
+def turned_by_position(x):
+    """A rotary embedding of [batch, positions, heads, features], which counts the positions that it is given."""
+    angles = ops.cast(ops.arange(ops.shape(x)[1]), x.dtype)[None, :, None, None] * 0.3
+    half = x.shape[-1] // 2
+    first, second = x[..., :half], x[..., half:]
+    return ops.concatenate(
+        [first * ops.cos(angles) - second * ops.sin(angles), second * ops.cos(angles) + first * ops.sin(angles)], -1
+    )
+
+
+class OwnDecoder(layers.Layer):
+    """As KerasHub's Llama: projections by EinsumDense, rotary embeddings, fewer keys than queries."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.supports_masking = True
+        self.query = layers.EinsumDense("btc,chd->bthd", (None, 4, 2), name="query")
+        self.key = layers.EinsumDense("btc,chd->bthd", (None, 2, 2), name="key")
+        self.value = layers.EinsumDense("btc,chd->bthd", (None, 2, 2), name="value")
+        self.attend = hvdtrain.DotProductAttention(is_causal=True, rotate=turned_by_position)
+        self.project = layers.EinsumDense("bthd,hdc->btc", (None, WIDTH), name="project")
+
+    def call(self, x, padding_mask=None):
+        y = self.attend(self.query(x), self.key(x), self.value(x), padding_mask)
+        return x + self.project(y)
+
+
+def own_decoder(tokens):
+    x = layers.Embedding(WORDS, WIDTH)(tokens)
+    return OwnDecoder()(x)
+
+
+def own_decoder_with_padding(tokens):
+    embedding = layers.Embedding(WORDS, WIDTH, mask_zero=True)
+    x = embedding(tokens)
+    return OwnDecoder()(x, embedding.compute_mask(tokens))
+
+
 CASES = {
+    "attention of one's own": (own_decoder, TOKENS, {}),
+    "attention of one's own with padding": (own_decoder_with_padding, PADDED, {}),
     "a model of Keras' pages": (gpt, TOKENS, {}),
     "a mask of padding": (masked, PADDED, {}),
     "grouped heads": (grouped, TOKENS, {}),
@@ -141,7 +181,7 @@ def gradients_of(model, x, weights):
     "name",
     mostly_extended(
         CASES,
-        lambda name: name in ("a model of Keras' pages", "a mask of padding", "rows", "experts"),
+        lambda name: name in ("a mask of padding", "experts"),
         why="the others change what attention is given, not how slices of it are exchanged",
     ),
 )

@@ -16,6 +16,7 @@ import hvdtrain
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.parallel.tensor.building import ShardedWhileBuilding
 from hvdtrain.parallel.tensor.cuts import FusedHeads
+from hvdtrain.parallel.tensor.keras_hub import DECODERS
 from hvdtrain.parallel.tensor.losses import on_shards, reads_shards, sharded_form
 from hvdtrain.parallel.tensor.outputs import Shard
 from hvdtrain.parallel.tensor.parallelize import Parallelization
@@ -92,6 +93,38 @@ class OwnAttention(layers.Layer):
 
 def own_attention(x):
     return OwnAttention()(x)
+
+
+class Decoder(layers.Layer):
+    """Attention by hand as in KerasHub, with heads first or last in its kernels, and masks made for activations."""
+
+    def __init__(self, heads_first, **kwargs):
+        super().__init__(**kwargs)
+        equation, shape = ("btd,ndh->btnh", (None, 4, 3)) if heads_first else ("btd,dnh->btnh", (None, 4, 3))
+        self.query = layers.EinsumDense(equation, shape, name="query")
+        self.key = layers.EinsumDense(equation, (None, 2, 3), name="key")
+        self.value = layers.EinsumDense(equation, (None, 2, 3), name="value")
+        self.output_dense = layers.EinsumDense("btnh,nhd->btd", (None, WIDTH), name="attention_output")
+        self.softmax = layers.Softmax(dtype="float64")
+        self.num_query_heads, self.num_key_value_heads = 4, 2
+
+    def call(self, x):
+        query, key, value = self.query(x), self.key(x), self.value(x)
+        batch, length = keras.ops.shape(query)[:2]
+        groups = self.num_query_heads // self.num_key_value_heads
+        query = keras.ops.reshape(query, (batch, length, self.num_key_value_heads, groups, 3))
+        scores = keras.ops.einsum("btkgh,bskh->bkgts", query, key)
+        lengths = keras.ops.arange(keras.ops.shape(x)[1])
+        causal = lengths[:, None] >= lengths[None]
+        seen = keras.ops.logical_and(keras.ops.any(x > -9.0, -1)[:, None, None, None], causal[None, None, None])
+        seen = keras.ops.logical_and(keras.ops.ones_like(scores, dtype="bool"), seen)
+        weights = self.softmax(scores, mask=seen)
+        found = keras.ops.einsum("bkgts,bskh->btkgh", weights, value)
+        return self.output_dense(keras.ops.reshape(found, (batch, length, self.num_query_heads, 3)))
+
+
+def decoder(heads_first):
+    return lambda x: Decoder(heads_first, name="attention")(x)
 
 
 def embedded(x):
@@ -239,6 +272,16 @@ CASES = {
         ROWS,
         {"qkv/kernel": (None, "tp", None, None), "project/kernel": ("tp", None)},
     ),
+    "heads first": (
+        decoder(heads_first=True),
+        ROWS,
+        {"(query|key|value)/kernel": ("tp", None, None), "attention_output/kernel": ("tp", None, None)},
+    ),
+    "heads last": (
+        decoder(heads_first=False),
+        ROWS,
+        {"(query|key|value)/kernel": (None, "tp", None), "attention_output/kernel": ("tp", None, None)},
+    ),
     "vocabulary": (embedded, TOKENS, {"table": ("tp", None)}),
     "width": (embedded, TOKENS, {"table": (None, "tp")}),
     "tied": (tied, TOKENS, {"table": ("tp", None)}),
@@ -296,7 +339,15 @@ def gradients_of(model, x, weights):
 
 INSTANCES = ("dense", "tied", "masked attention", "fused, grouped", "uneven")
 ALIKE = {
-    *("pooled sequences", "width", "untied", "grouped attention", "uneven"),
+    *("einsum", "pooled convolutions", "pooled sequences", "width", "untied", "uneven"),
+    *(
+        "heads last",
+        "cross attention",
+        "grouped attention",
+        "fused, a key for each rank",
+        "fused, grouped",
+        "fused, head by head",
+    ),
     *(f"fused, {how}" for how in ("a dim for the blocks", "a head for each rank", "indexed", "by keras.ops")),
 }
 """Cases that are near to others."""
@@ -647,6 +698,16 @@ REFUSALS = {
         ["data_format='channels_first'"],
     ),
 }
+
+
+def test_rules_of_many_models_need_a_match_of_one():
+    rules = LayoutRules(DECODERS, of_many=True)
+    with pytest.raises(ConfigError, match="matches no variable of the model, which has dense/kernel"):
+        rules.check_used(["dense/kernel"])
+    assert rules.cut_of("backbone/token_embedding/embeddings", (8, 4), 0, 2).dim == 0
+    rules.check_used(["backbone/token_embedding/embeddings"])
+    with pytest.raises(ConfigError, match="matches no variable of the model"):
+        LayoutRules(DECODERS).check_used(["backbone/token_embedding/embeddings"])
 
 
 @pytest.mark.parametrize("name", REFUSALS)
