@@ -14,6 +14,7 @@ from hvdtrain.training.backup import agreed_backup, without_backup
 from hvdtrain.training.elastic import Commits, check_elastic
 from hvdtrain.training.fit_arguments import FitArguments
 from hvdtrain.training.interruption import stoppable
+from hvdtrain.training.loop.keras_callbacks import go_on_writing
 from hvdtrain.training.loop.result import FitResult, summary_of
 from hvdtrain.training.resumable import ResumableTrainer, nothing_left, refuse_both, with_checkpoints
 from hvdtrain.training.rollback import check_rollback
@@ -53,6 +54,7 @@ class FittingTrainer(ResumableTrainer):
         self.build(data)
         again = commits is not None and commits.restore(self.state, self.backend)
         if again:
+            go_on_writing(request.callbacks)
             goes_on = True
             self.broadcast_state()
         else:

@@ -137,6 +137,10 @@ def test_a_script_that_loses_ranks_trains_as_one_process_does(tmp_path, alone, r
     assert {path.name for path in tmp_path.glob("lost-*")} == {f"lost-{place}" for place in places}
     ends = [json.loads(line) for line in re.findall(r"ENDED (\{.*\})", job.out)]
     assert len(ends) == 2
+    epochs = [line.split(",")[0] for line in (tmp_path / "elastic.csv").read_text().splitlines()]
+    assert list(dict.fromkeys(epochs)) == ["epoch", *map(str, range(len(reference["val_loss"])))], (
+        "the file begins anew"
+    )
     for end in ends:
         assert (end["steps"], end["result"]) == (reference["steps"], reference["result"]) == (80, 80)
         np.testing.assert_allclose(end["val_loss"], reference["val_loss"], rtol=1e-9)

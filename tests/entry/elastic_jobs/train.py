@@ -86,7 +86,7 @@ result = trainer.fit(
     batch=25,
     epochs=EPOCHS,
     validation_data=(inputs[:51], targets[:51]),
-    callbacks=[departures, best],
+    callbacks=[departures, best, keras.callbacks.CSVLogger(f"{WEIGHTS}.csv")],
     verbose=2,
     checkpoint="saved",
     **({} if WHAT == "alone" else {"elastic": True, "commit_every": 5}),
