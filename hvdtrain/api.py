@@ -135,6 +135,9 @@ def init(
     set_current(session)
     if session.serves:
         sys.exit(0)
+    face = sys.modules.get("hvdtrain.horovod")
+    if face is not None:
+        face.start_beside_session()
     import keras
 
     keras.utils.set_random_seed(seed)

@@ -25,7 +25,7 @@ from hvdtrain.horovod import (
     util,
 )
 from hvdtrain.horovod.basics import *  # noqa: F403
-from hvdtrain.horovod.basics import global_process_set
+from hvdtrain.horovod.basics import global_process_set, init, is_initialized
 from hvdtrain.horovod.collectives import *  # noqa: F403
 from hvdtrain.horovod.collectives import allreduce, grouped_allreduce
 from hvdtrain.horovod.functions import allgather_object, broadcast_object, broadcast_object_fn, broadcast_variables
@@ -40,6 +40,7 @@ from hvdtrain.horovod.tape import DistributedGradientTape, PartialDistributedGra
 from hvdtrain.horovod.v1.optimizer import AdasumOptimizer, SessionOptimizer
 from hvdtrain.horovod.v1.variables import BroadcastGlobalVariablesHook, broadcast_global_variables
 from hvdtrain.runtime.process_sets import is_included
+from hvdtrain.runtime.session import current, has_session
 
 __all__ = [
     *basics.__all__,
@@ -113,3 +114,12 @@ def _grouped_allreduce_cond(
     if not is_included(process_set):
         return tensors
     return grouped_allreduce(tensors, *args, **kwargs, process_set=process_set)  # type: ignore[misc]
+
+
+def start_beside_session() -> None:
+    """Initialize Horovod where the process's session has none: in one process without a launcher."""
+    if has_session() and current().environment.size == 1 and not is_initialized():
+        init()
+
+
+start_beside_session()
