@@ -56,6 +56,12 @@ class Slot(NamedTuple):
     """Index of the owning variable among those the optimizer was built for; None: shared."""
 
 
+def rate_of(optimizer: Any) -> tf.Tensor:
+    """Return an optimizer's learning rate of now; of a MultiOptimizer, that of its first."""
+    several = getattr(optimizer, "optimizers", None)
+    return tf.convert_to_tensor((several[0] if several else optimizer).learning_rate)
+
+
 def slot_tensors(optimizer: Any, variables: Sequence[Any], paths: Sequence[str]) -> dict[str, Slot]:
     """Return a built optimizer's variables by role and path, such as `velocities/layers/0/kernel`.
 

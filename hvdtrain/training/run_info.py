@@ -3,7 +3,6 @@
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend, split_axes, world_size
 from hvdtrain.compat.keras_variables import rate_or_schedule
@@ -15,6 +14,7 @@ from hvdtrain.observability.wording import figures_of, formatted, joined
 from hvdtrain.optim.averaging import innermost
 from hvdtrain.runtime.logs import PROGRESS, on_terminal
 from hvdtrain.runtime.session import current
+from hvdtrain.state.optimizers import rate_of
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.evaluation.evaluate import Evaluation
 from hvdtrain.training.loop.loop import Plan
@@ -86,7 +86,7 @@ def who_trains(backend: Backend) -> dict[str, Any]:
 def _rate_of(optimizer: Any) -> str:
     """Describe the learning rate."""
     optimizer = innermost(optimizer)
-    value, schedule = f"{float(tf.convert_to_tensor(optimizer.learning_rate)):g}", rate_or_schedule(optimizer)
+    value, schedule = f"{float(rate_of(optimizer)):g}", rate_or_schedule(optimizer)
     if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
         return f"{value} now, by {type(schedule).__name__}"
     return value

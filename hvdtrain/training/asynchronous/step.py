@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend, Future, Workers
 from hvdtrain.data.batch import Batch, as_batch
+from hvdtrain.state.optimizers import rate_of
 from hvdtrain.state.structure import seed_states
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.asynchronous.evaluate import Tally
@@ -128,7 +129,7 @@ class AsynchronousStep:
         states: list[tf.Tensor] = []
         local = self._forward_backward(batch, within=lambda: self._drawing(ahead, states))
         with self._counting(ahead):
-            rate = tf.convert_to_tensor(optimizer.learning_rate)
+            rate = rate_of(optimizer)
             totals, norm = self._rule.update(local, measure=measure)
         found = {"totals": totals, "metrics": states}
         if measure:

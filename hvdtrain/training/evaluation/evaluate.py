@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend, gather
 from hvdtrain.compat.keras import flatten_results
+from hvdtrain.compat.tensorflow import compiled
 from hvdtrain.config.errors import DataError
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.streams.given import in_step
@@ -181,11 +182,9 @@ class KerasEvaluator:
         """Finds them out on the first batch, where the model's own code forms numbers."""
         self._logs = StepLogs(backend, model, "test_step", accumulate=True)
         # By whether the model holds its weights: a graph gathers them, or does not.
-        self._updates = {
-            holds: tf.function(self._update_batch, autograph=False, reduce_retracing=True) for holds in (True, False)
-        }
-        self._results = tf.function(lambda: backend.run(self._logs.results, "evaluation"), autograph=False)
-        self._look = tf.function(lambda: backend.run(self._logs.results, "evaluation_so_far"), autograph=False)
+        self._updates = {holds: compiled(self._update_batch, reduce_retracing=True) for holds in (True, False)}
+        self._results = compiled(lambda: backend.run(self._logs.results, "evaluation"))
+        self._look = compiled(lambda: backend.run(self._logs.results, "evaluation_so_far"))
 
     def __call__(self, batches: Iterable[Batch], hooks: EvaluationHooks | None = None) -> Evaluation:
         """Evaluate on `batches`, equally many on each replica. Raises DataError without samples. Collective."""

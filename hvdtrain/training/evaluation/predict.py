@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.compat.keras import joined_outputs
+from hvdtrain.compat.tensorflow import compiled
 from hvdtrain.config.errors import DataError
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.streams.given import in_step
@@ -30,9 +31,7 @@ class Predictor:
         self._backend = backend
         self._model = model
         self._needs_all: bool | None = None
-        self._outputs = tf.function(
-            lambda batch: backend.run(self._outputs_of, batch), autograph=False, reduce_retracing=True
-        )
+        self._outputs = compiled(lambda batch: backend.run(self._outputs_of, batch), reduce_retracing=True)
 
     def __call__(self, batches: Iterable[Batch], callbacks: Any = None) -> Any:
         """Return the outputs [samples, …] in the model's structure. Raises DataError if empty. Collective.
@@ -81,7 +80,7 @@ def build_for(model: Any, batches: Iterable[Batch]) -> None:
 
 def own_outputs(model: Any, batches: Iterable[Batch], callbacks: Any = None) -> Any:
     """Return the outputs [samples, …] for this rank's batches, without communication."""
-    call = tf.function(lambda batch: model.predict_step(keras_data(batch)), autograph=False, reduce_retracing=True)
+    call = compiled(lambda batch: model.predict_step(keras_data(batch)), reduce_retracing=True)
 
     def of(batch: Batch) -> Any:
         rows = None if float(batch.has_samples) else 0

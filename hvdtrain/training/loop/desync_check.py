@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend, gather
+from hvdtrain.compat.tensorflow import compiled
 from hvdtrain.config.errors import DesyncError, opt
 from hvdtrain.state.hashes import Holders, TensorHashes
 from hvdtrain.state.train_state import TrainState
@@ -47,8 +48,8 @@ class DesyncCheck:
         shared = max(backend.processes, backend.job_size) == 1 or backend.capabilities.asynchronous
         self.needed = every > 0 and rule.weights_agree and not shared
         self._hashes = TensorHashes()
-        self._gather: Callable[[tf.Tensor], tf.Tensor] = tf.function(
-            lambda mine: backend.run(lambda: backend.everyone.all_gather(mine, name="desync/checksum")), autograph=False
+        self._gather: Callable[[tf.Tensor], tf.Tensor] = compiled(
+            lambda mine: backend.run(lambda: backend.everyone.all_gather(mine, name="desync/checksum"))
         )
 
     def __call__(self, step: StepEnd) -> None:

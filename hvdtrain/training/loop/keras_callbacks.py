@@ -10,12 +10,13 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend, gather
 from hvdtrain.compat.keras import is_default_hook, profiles_batches
+from hvdtrain.compat.tensorflow import compiled
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.optim.averaging import averages_weights
 from hvdtrain.state.callbacks import callback_states, held_weights, restore_callbacks
 from hvdtrain.state.hashes import Holders, checksum
 from hvdtrain.state.named_tensors import NamedTensor, placed_tensor
-from hvdtrain.state.optimizers import optimizers_of
+from hvdtrain.state.optimizers import optimizers_of, rate_of
 from hvdtrain.state.structure import structure_of
 from hvdtrain.state.variables import unwrap
 from hvdtrain.training.evaluation.evaluate import EvaluationHooks
@@ -149,6 +150,13 @@ def evaluation_callbacks(callbacks: Sequence[Any] | None, model: Any, backend: B
     )
 
 
+def go_on_writing(callbacks: Sequence[Any]) -> None:
+    """Have callbacks go on with their files in a further world of an elastic training."""
+    for callback in tf.nest.flatten(list(callbacks)):
+        if isinstance(callback, _callbacks.CSVLogger):
+            callback.append = True
+
+
 def that_change_training(callbacks: Sequence[Any]) -> str:
     """Return the names of Keras callbacks that set weights or rates."""
     return ", ".join(type(callback).__name__ for callback in _that_change_training(callbacks)) or "none"
@@ -202,7 +210,7 @@ class KerasCallbacks(EvaluationHooks):
         # Per-step metrics cost an exchange and a wait, so they are computed only if a callback needs them.
         self.needs = needs
         self._logs: dict[str, Any] = {}
-        self._gather = tf.function(lambda mine: backend.run(self._agree, mine), autograph=False)
+        self._gather = compiled(lambda mine: backend.run(self._agree, mine))
         model.stop_training = False
 
     def _agree(self, mine: tf.Tensor) -> tf.Tensor:
@@ -301,7 +309,7 @@ class KerasCallbacks(EvaluationHooks):
     def _agreed(self, *, weights: bool) -> bool:
         """Return whether any replica requests a stop, after comparing rates and optionally weights. Collective."""
         held = optimizers_of(self._model).values()
-        mine_rates = [float(tf.convert_to_tensor(optimizer.learning_rate)) for optimizer in held]
+        mine_rates = [float(rate_of(optimizer)) for optimizer in held]
         sums = self._sums_of_weights() if weights else []
         mine = tf.constant([[float(self._model.stop_training), *mine_rates, *sums]], tf.float64)
         table = self._gather(mine).numpy()

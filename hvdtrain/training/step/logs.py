@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend, Collectives, world_size
 from hvdtrain.compat.keras import compile_metrics, compiled_metrics, flatten_layers, own_metrics
+from hvdtrain.compat.tensorflow import compiled
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.state.variables import unwrap
 from hvdtrain.training.step.patches import replaced
@@ -300,8 +301,8 @@ class EpochMetrics:
         return self._logs.progress("train_metric")
 
     def _compiled(self, function: Callable[[], Any]) -> Callable[[], Any]:
-        compiled: Callable[[], Any] = tf.function(lambda: self._backend.run(function), autograph=False)
-        return compiled
+        results: Callable[[], Any] = compiled(lambda: self._backend.run(function))
+        return results
 
 
 def _noting(metric: Any, seen: dict[int, tuple[Any, str | None, Any]]) -> Callable[..., Any]:

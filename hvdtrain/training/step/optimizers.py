@@ -20,7 +20,7 @@ from hvdtrain.optim.averaging import has_averages, innermost, replaced_weights
 from hvdtrain.optim.clipping import ordered_sum
 from hvdtrain.optim.precision import has_dynamic_scale, loss_scale_of
 from hvdtrain.state.named_tensors import NamedTensor
-from hvdtrain.state.optimizers import MAIN, optimizers_of, replicated_slots
+from hvdtrain.state.optimizers import MAIN, optimizers_of, rate_of, replicated_slots
 from hvdtrain.state.structure import structure_of
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.state.variables import as_written, path_of, unwrap
@@ -192,7 +192,7 @@ class OptimizersStep(EpochMetrics):
     def _replica_step(self, batch: Batch, measure: bool) -> StepResult:
         model, exchange = self._state.model, self._exchange
         self._state.seed_generators(self._backend.index, self._backend.process)
-        rate = tf.convert_to_tensor(exchange.main.learning_rate)
+        rate = rate_of(exchange.main)
         samples = number_of_samples(batch)
         terms = LossTerms(
             model=model,

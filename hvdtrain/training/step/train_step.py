@@ -13,6 +13,7 @@ from hvdtrain.data.batch import Batch
 from hvdtrain.gradients.gradient_sum import GradientSum
 from hvdtrain.layers.experts import MixtureOfExperts, expert_layers, routing_metrics
 from hvdtrain.optim.precision import has_dynamic_scale, loss_scale_of
+from hvdtrain.state.optimizers import rate_of
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.step.batches import Microbatches, replica_slice
 from hvdtrain.training.step.forward_backward import LocalGradients
@@ -179,7 +180,7 @@ class TrainStep(EpochMetrics):
     def _replica_step(self, batch: Batch, measure: bool) -> StepResult:
         batch = replica_slice(batch, self._backend)
         self._state.seed_generators(self._backend.index, self._backend.process)
-        rate = tf.convert_to_tensor(self._state.optimizer.learning_rate)
+        rate = rate_of(self._state.optimizer)
         totals, norm, here = self._updated(batch, measure=measure)
         if not measure:
             return StepResult(totals, None, here)
