@@ -1,0 +1,143 @@
+"""Every public class of Keras, by Keras in one process and by the trainer: equal, or declared as not."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+from world import World
+from worlds import worlds
+from zoo import layers, objectives, rules, table
+from zoo.cases import ACCUMULATE, RANKS, RESTORE, SYNC, ZERO, assert_complete, public_classes, sweep
+
+OF_LAUNCHERS = ("OMPI_", "PMIX_", "HOROVOD_")
+"""Begin the names of variables that make a process a rank."""
+
+
+def check_a_sample_of_keras(world: World) -> None:
+    preprocessing, recurrent = layers.cases(layers.PREPROCESSING), layers.cases(layers.RECURRENT)
+    losses = objectives.loss_cases()
+    sample = {
+        "Normalization": preprocessing["Normalization"],
+        "StackedRNNCells": recurrent["StackedRNNCells"],
+        "Huber": losses["Huber(reduction='mean_with_sample_weight')"],
+        "ReduceLROnPlateau": rules.callback_cases()["ReduceLROnPlateau"],
+    }
+    sweep(world, sample, RANKS)
+
+
+def check_keras_has_no_other_classes(world: World) -> None:
+    """Every class has a training or a reason, and the page of docs is that of the table."""
+    del world
+    page = table.PAGE.read_text(encoding="utf-8")
+    assert page == table.written(page), "PYTHONPATH=tests/distributed python -m zoo.table writes it anew"
+    classes = public_classes(keras.layers, keras.layers.Layer)
+    assert_complete(classes, *layers.GROUPS, layers.WITHOUT_CASE)
+    for module, base, cases in (
+        (keras.losses, keras.losses.Loss, [*objectives.LOSSES, *objectives.OWN_SHAPES, *objectives.NO_LOSS]),
+        (keras.metrics, keras.metrics.Metric, [*objectives.METRICS, *objectives.IN_A_LAYER, *objectives.NO_METRIC]),
+        (keras.optimizers, keras.optimizers.Optimizer, [*rules.OPTIMIZERS, *rules.NO_OPTIMIZER]),
+        (
+            keras.optimizers.schedules,
+            keras.optimizers.schedules.LearningRateSchedule,
+            [*rules.SCHEDULES, *rules.NO_SCHEDULE],
+        ),
+        (keras.regularizers, keras.regularizers.Regularizer, [*rules.REGULARIZERS, *rules.NO_REGULARIZER]),
+        (keras.constraints, keras.constraints.Constraint, [*rules.CONSTRAINTS, *rules.NO_CONSTRAINT]),
+        (keras.callbacks, keras.callbacks.Callback, [*rules.CALLBACKS, *rules.WITHOUT_CALLBACK_CASE]),
+    ):
+        assert_complete(public_classes(module, base), dict.fromkeys(cases))
+    functions = objectives.public_functions(keras.losses)
+    assert_complete(dict.fromkeys(functions), objectives.FUNCTIONS, objectives.NOT_BY_THEMSELVES)
+
+
+@worlds("mpirun-1", "mpirun-2", extended=True, why="every layer")
+def check_core_layers(world: World) -> None:
+    sweep(world, layers.cases(layers.CORE), RANKS)
+
+
+@worlds("mpirun-2", extended=True, why="every layer with variables, with options that change how it is trained")
+def check_options_with_layers(world: World) -> None:
+    core = layers.cases(layers.CORE)
+    sweep(world, core, ACCUMULATE, ZERO)
+    sweep(world, {"BatchNormalization": core["BatchNormalization"]}, SYNC)
+    sweep(world, layers.cases(layers.RECURRENT), ACCUMULATE, ZERO)
+
+
+@worlds("mpirun-2", extended=True, why="every layer, whose state two ranks save and one process reads")
+def check_layers_are_restored_in_a_new_process(world: World) -> None:
+    sweep(world, layers.cases(layers.CORE), RESTORE)
+    sweep(world, layers.cases(layers.PREPROCESSING), RESTORE)
+    if world.rank == 0:
+        environ = {name: value for name, value in os.environ.items() if not name.startswith(OF_LAUNCHERS)}
+        command = [sys.executable, "-m", "zoo.restored", str(world.folder)]
+        place = Path(__file__).parents[1]
+        done = subprocess.run(command, cwd=place, env=environ, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-2000:]}"
+
+
+@worlds("mpirun-2", extended=True, why="every optimizer, regularizer and constraint")
+def check_options_with_rules(world: World) -> None:
+    sweep(world, rules.optimizer_cases(), ACCUMULATE, ZERO, RESTORE)
+    sweep(world, rules.rule_cases(), ACCUMULATE, ZERO)
+
+
+@worlds("mpirun-2", extended=True, why="every loss, whose microbatches are put together")
+def check_options_with_losses(world: World) -> None:
+    sweep(world, objectives.loss_cases(), ACCUMULATE)
+
+
+@worlds("mpirun-1", "mpirun-2", extended=True, why="every layer")
+def check_layers_that_draw(world: World) -> None:
+    sweep(world, layers.cases(layers.DRAWING), RANKS)
+
+
+@worlds("mpirun-1", "mpirun-2", extended=True, why="every layer")
+def check_recurrent_layers(world: World) -> None:
+    sweep(world, layers.cases(layers.RECURRENT), RANKS)
+
+
+@worlds("mpirun-1", "mpirun-2", extended=True, why="every layer")
+def check_convolutions(world: World) -> None:
+    sweep(world, layers.cases(layers.CONVOLUTIONS), RANKS)
+
+
+@worlds("mpirun-1", "mpirun-2", extended=True, why="every layer")
+def check_pooling(world: World) -> None:
+    sweep(world, layers.cases(layers.POOLING), RANKS)
+
+
+@worlds("mpirun-1", "mpirun-2", extended=True, why="every layer")
+def check_preprocessing(world: World) -> None:
+    sweep(world, layers.cases(layers.PREPROCESSING), RANKS)
+
+
+@worlds("mpirun-1", "mpirun-2", extended=True, why="every loss")
+def check_losses(world: World) -> None:
+    sweep(world, objectives.loss_cases(), RANKS)
+
+
+@worlds("mpirun-1", "mpirun-2", extended=True, why="every metric")
+def check_metrics(world: World) -> None:
+    sweep(world, objectives.metric_cases(), RANKS)
+
+
+@worlds("mpirun-1", "mpirun-2", extended=True, why="metrics with a mask")
+def check_masked_metrics(world: World) -> None:
+    sweep(world, objectives.masked_metric_cases(), RANKS)
+
+
+@worlds("mpirun-1", "mpirun-2", extended=True, why="every optimizer")
+def check_optimizers(world: World) -> None:
+    sweep(world, rules.optimizer_cases(), RANKS)
+
+
+@worlds("mpirun-1", "mpirun-2", extended=True, why="every regularizer and constraint")
+def check_rules(world: World) -> None:
+    sweep(world, rules.rule_cases(), RANKS)
+
+
+@worlds("mpirun-1", "mpirun-2", extended=True, why="every callback")
+def check_callbacks(world: World) -> None:
+    sweep(world, rules.callback_cases(), RANKS)
