@@ -20,6 +20,14 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Recorder(path))
 
 
+LONGEST = ("test_wheel.py", "test_elastic.py", "test_train.py")
+"""Files whose tests run one after another, for a minute: begun last, they would be waited for."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _interruptible():
     """Let Ctrl-C interrupt, as in the foreground.

@@ -49,8 +49,8 @@ def assert_equal(trainer: Any, expected: Sequence[np.ndarray], dtype: str, what:
     assert error <= TOLERANCE[dtype], f"{what} {dtype}: {error:.2e}"
 
 
-@worlds("mpirun-2", "gloo-2")
-@worlds("mpirun-4", extended=True)
+@worlds("mpirun-2")
+@worlds("gloo-2", "mpirun-4", extended=True)
 @exact_arrays()
 def check_sharded_slots_train_like_one_process(world: World) -> None:
     for kind, optimizer, dtype in (

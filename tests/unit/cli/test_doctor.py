@@ -210,6 +210,7 @@ class TestProcess:
         outcome = run(["sh", "-c", "echo one; echo two >&2; echo; exit 3"], timeout=20)
         assert (outcome.returncode, outcome.tail(1)) == (3, "two")
 
+    @pytest.mark.extended
     def test_one_that_escaped_is_not_waited_for(self, tmp_path: Path) -> None:
         """It is no descendant any more by the time the command is killed."""
         escape = f"(setsid sleep 20 & echo $! > {tmp_path}/pid) & echo gone; exec sleep 20"

@@ -9,6 +9,7 @@ import pytest
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.model import ModelConfig
 from hvdtrain.models.registry import MODELS, build_model, model_family, path_seed
+from tests.extended import mostly_extended
 
 SMALL = {
     "small_cnn": {"width": 4, "hidden": 8},
@@ -55,7 +56,10 @@ def test_every_family_is_tried_here():
     assert SMALL.keys() == MODELS.keys()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    mostly_extended(MODELS, lambda name: name in ("mlp", "transformer", "dlrm"), why="one of each kind of layer"),
+)
 def test_initial_values_are_a_function_of_the_seed_alone(name):
     keras.utils.set_random_seed(1)
     first = values(build(name, seed=5))

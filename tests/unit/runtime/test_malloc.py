@@ -109,6 +109,7 @@ def test_a_session_leaves_memory_to_the_system_if_told_to():
     assert printed(program + "print(faults_of_reuse())") > PAGES * 0.9
 
 
+@pytest.mark.extended
 def test_a_horovod_script_keeps_memory():
     pytest.importorskip("horovod", reason="Horovod's face needs Horovod")
     program = "import hvdtrain.horovod as hvd; hvd.init(); from hvdtrain.runtime.malloc import faults_of_reuse\n"

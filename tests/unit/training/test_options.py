@@ -29,6 +29,7 @@ from hvdtrain.training.options import StepOptions, TrainerOptions, step_options
 from hvdtrain.training.step.batches import per_microbatch
 from hvdtrain.training.trainer import Trainer
 from tests.builders import samples
+from tests.extended import mostly_extended
 
 pytestmark = pytest.mark.usefixtures("session")
 
@@ -167,7 +168,12 @@ def test_a_step_that_applies_gradients_several_times_takes_few_options(kind, opt
 
 
 @pytest.mark.parametrize(
-    "options", [{"zero": 1}, {"zero": 3}, {"accumulate": 2}, {"local_steps": 1}, {"on_bad_step": "skip"}, {"jit": True}]
+    "options",
+    mostly_extended(
+        [{"zero": 1}, {"zero": 3}, {"accumulate": 2}, {"local_steps": 1}, {"on_bad_step": "skip"}, {"jit": True}],
+        lambda options: "accumulate" in options or options.get("zero") == 3,
+        why="one takes the step in parts, one other weights; the rest act on gradients",
+    ),
 )
 def test_a_step_of_the_models_own_that_applies_gradients_once_takes_them(options):
     def trained(**options):

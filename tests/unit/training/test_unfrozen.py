@@ -10,6 +10,7 @@ from hvdtrain.state.callbacks import callback_states, restore_callbacks
 from hvdtrain.training.inputs import training_data
 from hvdtrain.training.trainer import Trainer
 from tests.builders import cross_entropy, samples
+from tests.extended import mostly_extended
 
 pytestmark = pytest.mark.usefixtures("session")
 
@@ -52,7 +53,12 @@ def scaled():
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "frozen"), [(momentum, (0, None, 0, None)), (momentum, (0, 1)), (scaled, (None, 0)), (scaled, (0, 1))]
+    ("optimizer", "frozen"),
+    mostly_extended(
+        [(momentum, (0, None, 0, None)), (momentum, (0, 1)), (scaled, (None, 0)), (scaled, (0, 1))],
+        lambda optimizer, frozen: frozen in ((0, None, 0, None), (None, 0)),
+        why="layers are frozen and unfrozen, with both kinds of optimizer",
+    ),
 )
 def test_what_is_trained_follows_the_layers(frozen, optimizer):
     """The reference knows all variables from the beginning: slots that nobody moves stay zero."""

@@ -78,6 +78,7 @@ def test_a_rank_is_asked_first_and_its_code_is_passed_on(command):
     assert code == 75, text
 
 
+@pytest.mark.extended
 def test_a_rank_has_the_time_that_the_user_gives_it(monkeypatch):
     assert run_and_end(rank("slow"))[0] == 137, "Horovod's own 5 seconds"
     monkeypatch.setenv("HOROVOD_GRACEFUL_TERMINATION_TIME", "60")
@@ -86,7 +87,7 @@ def test_a_rank_has_the_time_that_the_user_gives_it(monkeypatch):
     assert code == 75
 
 
-@pytest.mark.parametrize("command", ["{rank}; exit $?", "exec {rank}"])
+@pytest.mark.parametrize("command", ["{rank}; exit $?", pytest.param("exec {rank}", marks=pytest.mark.extended)])
 def test_a_rank_that_does_not_end_is_killed_with_what_it_has_started(command):
     psutil = pytest.importorskip("psutil")
     code, text = run_and_end(command.format(rank=rank("deaf")))

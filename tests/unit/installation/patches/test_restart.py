@@ -20,12 +20,13 @@ CYCLE = {"HOROVOD_CYCLE_TIME": "1"}
 THRESHOLD = {"HOROVOD_FUSION_THRESHOLD": "1048576"}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "fixed",
     [
         pytest.param(CYCLE | THRESHOLD, id="both"),
-        pytest.param(CYCLE, id="cycle", marks=pytest.mark.extended),
-        pytest.param(THRESHOLD, id="threshold", marks=pytest.mark.extended),
+        pytest.param(CYCLE, id="cycle"),
+        pytest.param(THRESHOLD, id="threshold"),
     ],
 )
 def test_a_process_may_start_horovod_again_with_a_fixed_cycle_time_and_threshold(fixed):

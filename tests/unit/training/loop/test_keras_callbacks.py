@@ -62,7 +62,7 @@ def figures(trainer, samples):
     return {"loss": outcome.loss, **outcome.metrics}
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate": 2}])
+@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.extended), {"accumulate": 2}])
 def test_batches_show_loss_and_metrics_of_the_epoch_so_far(options):
     trainer, note, _ = noted(dense, **options)
     assert [number for number, _ in note.train] == [*range(6)] * 2

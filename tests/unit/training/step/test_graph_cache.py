@@ -93,7 +93,7 @@ class Halved(keras.layers.Layer):
         return halved(inputs)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.extended), 2])
 @pytest.mark.usefixtures("session")
 def test_a_graph_that_is_given_up_is_gone(accumulate, monkeypatch):
     """With all that it computes, in a loop over microbatches too: nothing else keeps it."""

@@ -101,7 +101,7 @@ def trainer_of(make, **options):
     "name",
     mostly_extended(
         MODELS,
-        lambda name: name in ("shared", "convolutions", "branches", "frozen"),
+        lambda name: name in ("shared", "branches"),
         why="graphs within the graph are among the branches' too",
     ),
 )
