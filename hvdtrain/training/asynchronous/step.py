@@ -13,6 +13,7 @@ from hvdtrain.data.batch import Batch, as_batch
 from hvdtrain.state.optimizers import rate_of
 from hvdtrain.state.structure import seed_states
 from hvdtrain.state.train_state import TrainState
+from hvdtrain.state.variables import unwrap
 from hvdtrain.training.asynchronous.evaluate import Tally
 from hvdtrain.training.step.finite import zero_if_finite
 from hvdtrain.training.step.forward_backward import ForwardBackward
@@ -21,8 +22,28 @@ from hvdtrain.training.step.result import Measured, StepResult
 from hvdtrain.training.update_rules.base import UpdateRule
 
 
+class _Scope(keras.StatelessScope):
+    """Keras' scope of values in place of those of variables.
+
+    With `reads` it gives regularizers, which ask it for their variables, what is read of them when they ask: gradients
+    reach the variables.
+    """
+
+    def __init__(self, values: Sequence[tuple[Any, Any]], *, reads: bool) -> None:
+        super().__init__(values, collect_losses=True)
+        self._reads = reads
+
+    def get_current_value(self, variable: Any) -> Any:
+        value = self.assigned(variable)
+        asked = self._reads and value is None and variable.regularizer is not None
+        return tf.convert_to_tensor(unwrap(variable)) if asked else value
+
+    def assigned(self, variable: Any) -> Any:
+        return super().get_current_value(variable)
+
+
 @contextmanager
-def pinned(values: Sequence[tuple[Any, Any]], others: Iterable[Any]) -> Iterator[Any]:
+def pinned(values: Sequence[tuple[Any, Any]], others: Iterable[Any], *, reads: bool = False) -> Iterator[Any]:
     """Override the values of Keras variables and discard assignments to them.
 
     With several workers, read-modify-write updates of a counter would be lost. Values derived from such a counter are
@@ -31,11 +52,12 @@ def pinned(values: Sequence[tuple[Any, Any]], others: Iterable[Any]) -> Iterator
     Args:
         values: pairs of a Keras variable and a tensor.
         others: Keras variables whose assignments in the context are kept.
+        reads: whether regularizers are called in the context.
     """
-    with keras.StatelessScope(values, collect_losses=True) as scope:
+    with _Scope(values, reads=reads) as scope:
         yield scope
     for variable in others:
-        value = scope.get_current_value(variable)
+        value = scope.assigned(variable)
         if value is not None:
             variable.assign(value)
 
@@ -144,12 +166,10 @@ class AsynchronousStep:
         seeds = seed_states(model)
         drawn = {id(seed) for seed in seeds}
         generators = self._state.generator_states(0, self._state.counter + ahead).values() if seeds else ()
-        # Within such a context Keras asks it for the variables that have a regularizer.
-        regularized = [(v, tf.convert_to_tensor(v.value)) for v in model.trainable_variables if v.regularizer]
         counted = self._logs.keras_variables()
         empty = [(v, tf.zeros(v.shape, v.dtype)) for v in counted]
         others = [v for v in model.non_trainable_variables if id(v) not in drawn]
-        with pinned([*zip(seeds, generators, strict=True), *regularized, *empty], others) as scope:
+        with pinned([*zip(seeds, generators, strict=True), *empty], others, reads=True) as scope:
             yield
         states[:] = [tf.convert_to_tensor(scope.get_current_value(v)) for v in counted]
 
