@@ -96,7 +96,7 @@ def nest_of(part: Any) -> Any:
     """Turn lists of arrays into tuples, which tf.data does not stack, and lists of numbers into arrays."""
     if isinstance(part, dict):
         return {key: nest_of(value) for key, value in part.items()}
-    if isinstance(part, list) and not any(hasattr(entry, "shape") for entry in part):
+    if isinstance(part, list) and not any(hasattr(entry, "shape") or entry is None for entry in part):
         return np.asarray(part)
     return tuple(map(nest_of, part)) if isinstance(part, list | tuple) else part
 

@@ -151,7 +151,7 @@ def compare(case: Case, world: World, variation: str, folder: Path, theirs: Resu
     if not (unequal and case.compares_samples):
         assert_same(evaluated, theirs.evaluated, "evaluate", case.tolerance)
     assert_same(predicted, theirs.predicted, "predict", case.tolerance)
-    if world.rank == 0 and variation == RESTORE:
+    if world.rank == 0 and variation == RESTORE and not unequal:
         (folder / EVALUATED).write_text(json.dumps(evaluated))
     if world.rank == 0 and variation != RESTORE:
         assert files_in(folder) == list(theirs.files), f"{files_in(folder)} for {theirs.files}"

@@ -51,7 +51,8 @@ class Layer:
         if self.kind == "values":
             hidden = [layers.Dense(each.shape[-1], name=f"before_{i}")(each) for i, each in enumerate(hidden)]
         outputs = keras.tree.flatten(self.call(self.make(), hidden))
-        flat = [layers.Flatten()(layers.Rescaling(0.1)(each)) if len(each.shape) > 2 else each for each in outputs]
+        scale = layers.Rescaling(1e-3 if self.kind == "pixels" else 0.1)
+        flat = [layers.Flatten()(scale(each)) if len(each.shape) > 2 else each for each in outputs]
         joined = layers.Concatenate()(flat) if len(flat) > 1 else flat[0]
         return keras.Model(inputs if len(inputs) > 1 else inputs[0], layers.Dense(2)(layers.Rescaling(0.5)(joined)))
 
