@@ -21,6 +21,7 @@ from hvdtrain.compat.keras import (
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.batch import Batch, part_of, rows_of, samples_in
 from hvdtrain.runtime.compiled import run_once
+from hvdtrain.state.variables import unwrap
 from hvdtrain.training.step.batches import number_of_samples, reads_outputs
 from hvdtrain.training.step.graphs import draws, exchanges
 from hvdtrain.training.step.logs import StepLogs, metrics_of
@@ -82,7 +83,7 @@ def kinds_of(
     exact = not draws(graph)
 
     def of(*parts: Batch) -> list[list[float]]:
-        with unchanged(model):
+        with unchanged(model, graph):
             return [[float(each) for each in compute(part, total)] for part in parts]
 
     once, twice = of(half, _doubled(half))
@@ -132,11 +133,12 @@ def warnings_of_losses(model: Any, batch: Batch) -> list[str]:
         return found
 
     compute = tf.function(sums, autograph=False, reduce_retracing=True)
-    if exchanges(compute.get_concrete_function(halves[2].targets, outputs).graph):
+    graph = compute.get_concrete_function(halves[2].targets, outputs).graph
+    if exchanges(graph):
         return []
     rows = int(rows_of(samples_in(halves[0])))
     cuts = (slice(0, rows), slice(rows, None), slice(None))
-    with unchanged(model):
+    with unchanged(model, graph):
         results = [
             compute(part.targets, tf.nest.map_structure(lambda each, cut=cut: each[cut], outputs))
             for part, cut in zip(halves, cuts, strict=True)
@@ -278,9 +280,14 @@ def _adds_losses(layer: Any) -> bool:
 
 
 @contextmanager
-def unchanged(model: Any) -> Iterator[None]:
-    """Restore after the context what a call has changed: statistics, generators, metrics."""
-    changing = [*model.non_trainable_variables, *(v for metric in metrics_of(model) for v in metric.variables)]
+def unchanged(model: Any, graph: Any) -> Iterator[None]:
+    """Restore after the context what a call has changed: statistics, generators, metrics, variables of a step's own.
+
+    `graph` is that of the call, which has all variables.
+    """
+    weights = {id(unwrap(variable)) for variable in model.trainable_variables}
+    held = [*model.non_trainable_variables, *(v for metric in metrics_of(model) for v in metric.variables)]
+    changing = {id(unwrap(v)): unwrap(v) for v in [*held, *graph.variables] if id(unwrap(v)) not in weights}.values()
     before = [np.asarray(variable) for variable in changing]
     yield
     for variable, value in zip(changing, before, strict=True):

@@ -50,8 +50,9 @@ def check_sums(model: Any, step: Callable[[], Any]) -> None:
             step()
         return [_violates(call) for call in calls]
 
-    with unchanged(model):
-        found = tf.function(violations, autograph=False)()
+    compute = tf.function(violations, autograph=False).get_concrete_function()
+    with unchanged(model, compute.graph):
+        found = compute()
     for call, violates in zip(calls, found, strict=True):
         if violates:
             raise ConfigError(

@@ -47,7 +47,7 @@ def check_states(model: Any, batch: Batch, step: Callable[[Batch], Any]) -> None
         return
     results = []
     for part in (first, second, whole):
-        with unchanged(model):
+        with unchanged(model, graph):
             results.append(compute(part))
     for (layer, variable), one, other, both in zip(found, *results, strict=True):
         if tf.reduce_any(abs((one + other) / 2 - both) > TOLERANCE * (abs(both) + 1e-6)):

@@ -21,11 +21,13 @@ def model_with(loss_of, *, layers=(), compute=False):
             super().__init__()
             self.inner = keras.Sequential([*layers, keras.layers.Dense(2)])
             self.seen = keras.metrics.Mean(name="seen")
+            self.steps = tf.Variable(0, trainable=False)
 
         def call(self, inputs, training=False):
             return self.inner(inputs, training=training)
 
         def train_step(self, inputs):
+            self.steps.assign_add(1)
             with tf.GradientTape() as tape:
                 loss = loss_of(self(inputs, training=True))
             variables = self.trainable_variables
@@ -46,6 +48,7 @@ def found(model):
     logs = StepLogs(backend, model, "train_step")
     before = [np.array(variable.numpy()) for variable in [*model.variables, *model.seen.variables]]
     kinds, warnings = kinds_of(model, batch, lambda batch: unapplied(model, batch), logs=logs, replicas=backend)
+    assert int(model.steps) == 0
     after = [np.array(variable.numpy()) for variable in [*model.variables, *model.seen.variables]]
     for one, other in zip(before, after, strict=True):
         np.testing.assert_array_equal(one, other)
