@@ -1,6 +1,7 @@
 """A session of one process for the tests that need one, and none for those that must do without."""
 
 import atexit
+import gc
 import os
 import sys
 import warnings
@@ -11,6 +12,9 @@ import pytest
 from hvdtrain.runtime import session as running
 from hvdtrain.runtime.logs import set_up_logging
 from hvdtrain.runtime.session import Session
+
+# A tenth of the time was Python's collector, which walks all graphs of TensorFlow that there are by then.
+gc.set_threshold(50_000, 20, 100)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -155,7 +155,11 @@ def test_a_process_leaves_its_job_once():
 
 
 @pytest.mark.parametrize(
-    "begin", ["import hvdtrain, hvdtrain.horovod as hvd; hvdtrain.init()", "import hvdtrain; hvdtrain.init()"]
+    "begin",
+    [
+        pytest.param("import hvdtrain, hvdtrain.horovod as hvd; hvdtrain.init()", marks=pytest.mark.extended),
+        "import hvdtrain; hvdtrain.init()",
+    ],
 )
 def test_horovods_functions_work_in_a_process_that_is_alone(begin):
     code = f"{begin}\nimport hvdtrain.horovod as hvd\nprint(hvd.size(), hvd.allgather([2.0]).numpy(), hvdtrain.size())"

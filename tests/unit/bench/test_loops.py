@@ -52,7 +52,7 @@ def test_the_plain_loop_computes_in_the_precision_it_is_asked_for():
     assert keras.config.dtype_policy().name == "float32", "others are not to find another policy"
 
 
-@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("steps", [pytest.param(1, marks=pytest.mark.extended), 2])
 def test_what_a_side_answers(session, steps):
     figures, facts = measure(session, MLP, Timing(steps=steps, windows=3, warm_up=1, breakdown=steps == 1))
     assert len(figures["windows_ms"]) == 3

@@ -13,7 +13,7 @@ ROWS = np.random.default_rng(0).standard_normal((40, 3, 2))
 LABELS = np.arange(40)
 
 
-@pytest.fixture(params=["npy", "h5"])
+@pytest.fixture(params=["npy", pytest.param("h5", marks=pytest.mark.extended)])
 def in_file(request, tmp_path, monkeypatch):
     """The rows in a file, which counts as large."""
     monkeypatch.setattr(arrays, "LARGE", ROWS.nbytes)

@@ -289,6 +289,7 @@ def logistic_regression(columns, labels):
     return weights
 
 
+@pytest.mark.extended
 def test_there_is_something_to_learn_from_clicks_and_a_bound_on_it():
     splits = clicks(samples=16_384)
     inputs, labels = splits.train.gather(tf.range(splits.train.size))

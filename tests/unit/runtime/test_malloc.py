@@ -104,6 +104,7 @@ def test_a_session_keeps_memory(session):
     assert session.malloc.keeps == (own_setting(os.environ) is None)
 
 
+@pytest.mark.extended
 def test_a_session_leaves_memory_to_the_system_if_told_to():
     program = "import hvdtrain; hvdtrain.init(malloc='system'); from hvdtrain.runtime.malloc import faults_of_reuse\n"
     assert printed(program + "print(faults_of_reuse())") > PAGES * 0.9

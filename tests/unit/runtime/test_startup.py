@@ -178,7 +178,8 @@ def test_keras_trains_as_before(monkeypatch):
         np.testing.assert_array_equal(mine, theirs)
 
 
-@pytest.mark.parametrize(("cores", "enabled"), [(1, False), pytest.param(2, None, marks=pytest.mark.extended)])
+@pytest.mark.extended
+@pytest.mark.parametrize(("cores", "enabled"), [(1, False), (2, None)])
 def test_a_session_looks_at_its_cores(cores, enabled):
     usable = sorted(os.sched_getaffinity(0))
     if len(usable) < cores:

@@ -200,7 +200,7 @@ class Offset(keras.layers.Layer):
         return self.dense(x if offset is None else x + offset)
 
 
-@pytest.mark.parametrize("offset", [None, X[:, ::-1].copy()], ids=["none", "an array"])
+@pytest.mark.parametrize("offset", [None, pytest.param(X[:, ::-1].copy(), marks=pytest.mark.extended)])
 def test_an_optional_input_may_be_none(offset):
     def made():
         keras.utils.set_random_seed(0)

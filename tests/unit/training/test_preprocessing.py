@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from hvdtrain import Trainer
+from tests.extended import mostly_extended
 
 TEXTS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 LABELS = np.arange(10) % 2
@@ -34,7 +35,14 @@ def letters():
     return OfTexts().preprocess_samples(TEXTS)
 
 
-@pytest.mark.parametrize("validation", [{"validation_split": 0.3}, {"validation_data": (TEXTS[:4], LABELS[:4])}, {}])
+@pytest.mark.parametrize(
+    "validation",
+    mostly_extended(
+        [{"validation_split": 0.3}, {"validation_data": (TEXTS[:4], LABELS[:4])}, {}],
+        lambda validation: "validation_split" in validation,
+        why="its parts are preprocessed as all others",
+    ),
+)
 def test_texts_train_as_what_is_made_of_them(validation):
     ours, theirs = trainer(), trainer()
     theirs.model.preprocessor = None

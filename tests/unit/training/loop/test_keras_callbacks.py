@@ -70,7 +70,7 @@ def test_batches_show_loss_and_metrics_of_the_epoch_so_far(options):
         assert logs == pytest.approx(figures(trainer, min(8 * number + 8, 42)), rel=1e-5)
 
 
-@pytest.mark.parametrize("model", [dense, OwnStep])
+@pytest.mark.parametrize("model", [pytest.param(dense, marks=pytest.mark.extended), OwnStep])
 def test_an_evaluations_batches_show_loss_and_metrics_so_far(model):
     trainer, note, result = noted(model)
     assert note.begun == [0, 1, 2] * 2

@@ -13,6 +13,7 @@ from hvdtrain.training.step.finite import zero_if_finite
 from hvdtrain.training.step.forward_backward import ForwardBackward
 from hvdtrain.training.step.logs import StepLogs
 from hvdtrain.training.step.placeholder import counted
+from tests.extended import mostly_extended
 
 
 class Counter(keras.layers.Layer):
@@ -46,9 +47,19 @@ def passes(inputs, has_samples, *, jit=False):
     return local, built
 
 
-@pytest.mark.parametrize("has_samples", [0.0, tf.constant(0.0)], ids=["known before", "known when it runs"])
-@pytest.mark.parametrize("value", [1.0, np.inf, np.nan])
-@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize(
+    ("jit", "value", "has_samples"),
+    mostly_extended(
+        [
+            (jit, value, samples)
+            for jit in (False, True)
+            for value in (1.0, np.inf, np.nan)
+            for samples in (0.0, tf.constant(0.0))
+        ],
+        lambda jit, value, samples: jit == np.isnan(value) and value != np.inf,
+        why="what is no number, compiled, and a number that is, each with both kinds of placeholder",
+    ),
+)
 def test_a_placeholder_leaves_no_trace(has_samples, value, jit):
     local, built = passes(tf.fill([1, 2], np.float32(value)), has_samples, jit=jit)
     for gradient in local.gradients:
