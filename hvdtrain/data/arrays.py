@@ -139,7 +139,7 @@ class FileRows:
     @property
     def compared(self) -> tf.Tensor:
         """What a fingerprint is of: rows at equal distances."""
-        return self.gather(tf.cast(tf.linspace(0, self.shape[0] - 1, COMPARED_ROWS), tf.int64))
+        return self.gather(tf.constant(np.linspace(0, self.shape[0] - 1, COMPARED_ROWS).astype(np.int64)))
 
     def gather(self, numbers: tf.Tensor) -> tf.Tensor:
         """Return rows by number."""

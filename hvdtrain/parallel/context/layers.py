@@ -111,16 +111,20 @@ class _Lists:
         self._name = name
         self._group = group
         self._of_positions: bool | None = None
+        self._lengths: frozenset[int] = frozenset()
+        """Lengths of sequences for which this was decided."""
 
     def have_positions(self, size: int | None) -> bool:
         """Return the decision of the check. Raises ConfigError if the embedding is used for both."""
         if self._group.record.graph is None:
             return bool(self._of_positions)
-        positions = size in self._group.lengths
+        if self._lengths != self._group.lengths:
+            self._of_positions, self._lengths = None, self._group.lengths
+        positions = size in self._lengths
         if self._of_positions not in (None, positions):
             raise ConfigError(
                 f"{self._name} looks up positions, and a number of each sample, and cannot tell them apart in a batch "
-                f"of {size if positions else min(self._group.lengths)} samples: use an embedding for each."
+                f"of {size if positions else min(self._lengths)} samples: use an embedding for each."
             )
         self._of_positions = positions
         return positions

@@ -210,6 +210,32 @@ def test_slices_give_outputs_and_gradients_of_the_whole(name):
         assert not np.allclose(mine[0], mine[1]) or not np.any(expected)
 
 
+def test_numbers_of_each_sample_beside_a_sequence_stay_whole():
+    """They have a length, too, which the ranks divide."""
+    columns = np.random.default_rng(2).integers(0, 9, (BATCH, 4)).astype("int32")
+
+    def build():
+        with ONE_AT_A_TIME:
+            keras.utils.set_random_seed(5)
+            inputs = [keras.Input((LENGTH,), dtype="int32"), keras.Input((4,), dtype="int32")]
+            x = layers.Embedding(WORDS, WIDTH)(inputs[0])
+            x = x + layers.MultiHeadAttention(2, 4)(x, x)
+            of_sample = layers.Dense(WIDTH)(layers.Flatten()(layers.Embedding(9, 3)(inputs[1])))
+            return keras.Model(inputs, layers.Dense(WORDS)(x + of_sample[:, None]))
+
+    meeting = Meeting(SIZE)
+
+    def body(rank):
+        compute_in("float64")
+        model = build()
+        split_sequences(model, Replica(meeting, rank), {})
+        return model([TOKENS, columns]).numpy()
+
+    expected = build()([TOKENS, columns])
+    for found in outcomes_on(SIZE, body):
+        np.testing.assert_allclose(found, expected, rtol=1e-11, atol=1e-11)
+
+
 class Unused:
     """The exchange of one of two ranks, for what is refused before anything is exchanged."""
 
