@@ -96,6 +96,7 @@ class PipelinedForwardBackward:
             total=tf.cast(part.global_samples, tf.float64),
             whole=self._backend.size == 1 and self.options.microbatches == 1,
             exchanges=not has_one_divisor(self.stage),
+            of_stage=True,
         )
 
     def _microbatches(self, count: Any) -> int:

@@ -67,6 +67,8 @@ class LossTerms:
     exchanges: bool = False
     """Whether divisors are summed over the replicas; otherwise the only one becomes the weight of the gradients."""
     kinds: Kinds = MEANS
+    of_stage: bool = False
+    """Whether the model is a pipeline's stage, whose outputs may be shards of the whole model's."""
     weight: tf.Tensor | None = field(default=None, init=False)
     """Weight of this pass's loss, if it is not the number of samples."""
 
@@ -76,7 +78,8 @@ class LossTerms:
         with ExitStack() as stack:
             stack.enter_context(fast_cross_entropy())
             stack.enter_context(replaced_in_this_thread(keras.losses.Loss, "__call__", _of_shards(keras.losses.Loss)))
-            for metric in compiled_metrics(self.model) if holds_output_slices(self.model) else ():
+            sharded = self.of_stage or holds_output_slices(self.model)
+            for metric in compiled_metrics(self.model) if sharded else ():
                 stack.enter_context(replaced(metric, "update_state", _counting_shards(metric)))
             module = module_of_losses()
             for name in ("scale_loss_for_distribution", "unscale_loss_for_distribution"):
