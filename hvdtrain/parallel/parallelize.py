@@ -9,11 +9,9 @@ from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.parallel.context.split import AXIS as CONTEXT
 from hvdtrain.parallel.context.split import agree_on_model, separated, split_sequences
 from hvdtrain.parallel.tensor.flow.trace import built, input_specs
-from hvdtrain.parallel.tensor.keras_hub import DECODERS
-from hvdtrain.parallel.tensor.keras_hub import NAME as KERAS_HUB
 from hvdtrain.parallel.tensor.parallelize import Parallelization, check_model
 from hvdtrain.parallel.tensor.rules import AXIS as TENSOR
-from hvdtrain.parallel.tensor.rules import Rules
+from hvdtrain.parallel.tensor.rules import DECODERS, KERAS_HUB, Rules
 
 
 def parallelize(
@@ -54,8 +52,8 @@ def parallelize(
     of_many = rules == KERAS_HUB
     of_layers, of_sequences = separated(DECODERS if of_many else rules)
     if of_layers or "tp" in backend.axes:
-        along_heads = backend.along(TENSOR)
-        split = Parallelization(along_heads, of_layers, backend, sequence=sequence_parallel, of_many=of_many)(
+        along_tensor = backend.along(TENSOR)
+        split = Parallelization(along_tensor, of_layers, backend, sequence=sequence_parallel, of_many=of_many)(
             model, inputs
         )
     else:

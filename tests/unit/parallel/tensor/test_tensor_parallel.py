@@ -16,11 +16,10 @@ import hvdtrain
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.parallel.tensor.building import ShardedWhileBuilding
 from hvdtrain.parallel.tensor.cuts import FusedHeads
-from hvdtrain.parallel.tensor.keras_hub import DECODERS
 from hvdtrain.parallel.tensor.losses import on_shards, reads_shards, sharded_form
 from hvdtrain.parallel.tensor.outputs import Shard
 from hvdtrain.parallel.tensor.parallelize import Parallelization
-from hvdtrain.parallel.tensor.rules import LayoutRules, cut_along
+from hvdtrain.parallel.tensor.rules import DECODERS, LayoutRules, cut_along
 from hvdtrain.runtime.placement import Ranges, drawn_apart, even_slice, placement_of
 from hvdtrain.state.initial_values import build_lazily, materialize
 from hvdtrain.state.named_tensors import values_in
