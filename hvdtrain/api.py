@@ -5,6 +5,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import fields
 from functools import partial, wraps
 from os import PathLike, fspath
 from pathlib import Path
@@ -92,11 +93,7 @@ def init(
         LaunchError: the ranks do not fit together, or Horovod is not usable.
         ConfigError: called before with other arguments.
     """
-    if mesh is not None:
-        if parallel is not None:
-            raise ConfigError(f"Give init the sizes of the axes once. Received: parallel={parallel!r}, mesh={mesh!r}.")
-        parallel = ",".join(f"{axis}={size}" for axis, size in parse_axes(mesh).items())
-    arguments = {name: value for name, value in locals().items() if name != "mesh"}
+    arguments = _plain(locals())
     if has_session():
         if current().closed:
             raise ConfigError("hvdtrain.shutdown() was called, and a process joins its job once: call it at the end.")
@@ -105,22 +102,7 @@ def init(
     set_up_logging()
     link: Link | None = None
     try:
-        config = RuntimeConfig(
-            backend=backend,
-            replicas=replicas,
-            communication=communication,
-            parameter_servers=parameter_servers,
-            threads=threads,
-            pin=pin,
-            malloc=malloc,
-            start_timeout=start_timeout,
-            load_timeout=load_timeout,
-            hang_timeout=hang_timeout,
-            link_timeout=link_timeout,
-            deterministic=deterministic,
-            hierarchical_allreduce=hierarchical_allreduce,
-            parallel=parallel,
-        )
+        config = RuntimeConfig(**{each.name: arguments[each.name] for each in fields(RuntimeConfig)})
         path = None if timeline is None else Path(timeline)
         trace = new_trace(trace_config(path, profile, profile_ranks), backend)
         link = open_link(timeout=start_timeout)
@@ -150,17 +132,12 @@ def _check_same(arguments: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: names the arguments.
     """
-    defaults = {name: each.default for name, each in inspect.signature(init).parameters.items() if name != "mesh"}
-    if _plain(arguments) == _plain(defaults):
+    defaults = _plain({name: each.default for name, each in inspect.signature(init).parameters.items()})
+    if arguments == defaults:
         return
     session = current()
-    before = vars(session.config) if session.arguments is None else session.arguments
-    known = _plain({**defaults, **before})
-    other = [
-        f"{name}={value!r} (before: {known[name]!r})"
-        for name, value in _plain(arguments).items()
-        if value != known[name]
-    ]
+    known = {**defaults, **(vars(session.config) if session.arguments is None else session.arguments)}
+    other = [f"{name}={value!r} (before: {known[name]!r})" for name, value in arguments.items() if value != known[name]]
     if other:
         raise ConfigError(
             "hvdtrain.init() was called before, and a process joins its job once. Received other arguments: "
@@ -169,15 +146,17 @@ def _check_same(arguments: Mapping[str, Any]) -> None:
 
 
 def _plain(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Normalize `init` arguments for comparison."""
-    timeline, ranks = arguments["timeline"], arguments["profile_ranks"]
-    profile = arguments["profile"]
-    return {
-        **arguments,
-        "timeline": None if timeline is None else fspath(timeline),
-        "profile": None if profile is None else tuple(profile),
-        "profile_ranks": tuple(ranks),
-    }
+    """Return `init` arguments so that they can be compared: plain types, and `mesh` as `parallel`."""
+    given = dict(arguments)
+    mesh, timeline = given.pop("mesh"), given["timeline"]
+    if mesh is not None:
+        if given["parallel"] is not None:
+            raise ConfigError(
+                f"Give init the sizes of the axes once. Received: parallel={given['parallel']!r}, mesh={mesh!r}."
+            )
+        given["parallel"] = ",".join(f"{axis}={size}" for axis, size in parse_axes(mesh).items())
+    given["timeline"] = fspath(timeline) if isinstance(timeline, PathLike) else timeline
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
 
 
 def rank() -> int:
