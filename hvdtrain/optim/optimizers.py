@@ -7,7 +7,6 @@ from typing import Any
 import keras
 
 from hvdtrain.config.errors import ConfigError, opt
-from hvdtrain.config.model import Scalar
 from hvdtrain.config.optim import OptimConfig
 from hvdtrain.config.registry import check_arguments, suggestion
 from hvdtrain.optim.averaging import innermost
@@ -171,16 +170,8 @@ def _arguments(config: OptimConfig, cls: type) -> dict[str, Any]:
     if config.ema:
         arguments |= {"use_ema": True, "ema_momentum": config.ema}
     if cls is keras.optimizers.Muon:
-        arguments |= _muon_arguments(config)
-    return arguments
-
-
-def _muon_arguments(config: OptimConfig) -> dict[str, Any]:
-    """Apply one weight decay to all weights, and split layer names."""
-    arguments: dict[str, Any] = {}
-    if config.weight_decay is not None:
-        arguments["adam_weight_decay"] = config.weight_decay
-    layers: Scalar | None = config.optimizer_args.get("exclude_layers")
-    if layers is not None:
-        arguments["exclude_layers"] = [name.strip() for name in str(layers).split(",")]
+        if config.weight_decay is not None:
+            arguments["adam_weight_decay"] = config.weight_decay
+        if arguments.get("exclude_layers") is not None:
+            arguments["exclude_layers"] = [name.strip() for name in str(arguments["exclude_layers"]).split(",")]
     return arguments

@@ -78,8 +78,11 @@ def set_precision(model: Any, name: PrecisionName) -> None:
             f"precision={name!r} needs float32 variables. Received: a model of the dtype policy "
             f"{model.dtype_policy.name}. Pass a function that builds the model."
         )
-    kept = [layer for layer in _layers_of(model) if _was_given_a_dtype(layer)]
-    kept += [layer for layer in _layers_of_outputs(model) if _is_from_config(layer)]
+    # A user passed dtype=…; layers created from a config always get one.
+    given = [layer for layer in _layers_of(model) if constructor_arguments(layer).get("dtype") is not None]
+    kept = [layer for layer in given if not _is_from_config(layer)]
+    outputs = [operation_of(output) for output in tf.nest.flatten(getattr(model, "outputs", None) or [])]
+    kept += [layer for layer in outputs if _is_from_config(layer)]
     _set_policy(model, keras.dtype_policies.get(name), model.dtype_policy.name, kept)
 
 
@@ -99,16 +102,6 @@ def _layers_of(model: Any) -> list[Any]:
     return [layer for layer in found if not isinstance(layer, keras.layers.InputLayer)]
 
 
-def _was_given_a_dtype(layer: Any) -> bool:
-    """Return whether a user passed dtype=…; layers created from a config always get one."""
-    return constructor_arguments(layer).get("dtype") is not None and not _is_from_config(layer)
-
-
 def _is_from_config(layer: Any) -> bool:
     """Return whether a layer was loaded or cloned: its config includes `trainable`."""
     return "trainable" in constructor_arguments(layer)
-
-
-def _layers_of_outputs(model: Any) -> list[Any]:
-    outputs = tf.nest.flatten(getattr(model, "outputs", None) or [])
-    return [operation_of(output) for output in outputs]

@@ -65,16 +65,7 @@ class WarmupSchedule(keras.optimizers.schedules.LearningRateSchedule):
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments of the constructor."""
-        return {
-            "peak": self.peak,
-            "warmup_steps": self.warmup_steps,
-            "total_steps": self.total_steps,
-            "shape": self.shape,
-            "final_rate": self.final_rate,
-            "decay_power": self.decay_power,
-            "decay_at": list(self.decay_at),
-            "decay_factor": self.decay_factor,
-        }
+        return {**vars(self), "decay_at": list(self.decay_at)}
 
 
 def decay_steps(shares: Sequence[float], total_steps: int) -> list[int]:

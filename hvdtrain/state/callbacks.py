@@ -32,15 +32,10 @@ def held_weights(callbacks: Iterable[Any], paths: Sequence[str]) -> dict[str, np
     """
     held: dict[str, np.ndarray] = {}
     for place, callback in enumerate(callbacks):
-        weights = _best_weights(callback)
+        weights = getattr(callback, BEST_WEIGHTS, None) if getattr(callback, "restore_best_weights", False) else None
         if weights is not None and len(weights) == len(paths):
             held |= {f"{place}/{path}": np.asarray(array) for path, array in zip(paths, weights, strict=True)}
     return held
-
-
-def _best_weights(callback: Any) -> Sequence[Any] | None:
-    """Return the best weights that a callback will restore, if any."""
-    return getattr(callback, BEST_WEIGHTS, None) if getattr(callback, "restore_best_weights", False) else None
 
 
 def callback_states(callbacks: Iterable[Any]) -> list[dict[str, Any]]:

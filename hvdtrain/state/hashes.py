@@ -4,7 +4,6 @@ import hashlib
 import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -38,11 +37,14 @@ class TensorHashes:
     """
 
     def __init__(self) -> None:
-        self._on_device: Callable[[Sequence[tf.Variable]], tf.Tensor] = tf.function(_sums, autograph=False)
+        self._on_device: Callable[[Sequence[tf.Variable]], tf.Tensor] = tf.function(
+            lambda tensors: tf.stack([sum_of_bits(tensor.read_value()) for tensor in tensors]), autograph=False
+        )
 
     def __call__(self, tensors: Sequence[tf.Variable]) -> np.ndarray:
         """Return the hashes, int64 [number of tensors]."""
-        if any("GPU" in tensor.device for tensor in tensors) and not any(map(_distributed, tensors)):
+        has_copies = any(isinstance(tensor, tf.distribute.DistributedValues) for tensor in tensors)
+        if any("GPU" in tensor.device for tensor in tensors) and not has_copies:
             return self.on_device(tensors)
         return np.array([zlib.crc32(_octets(tensor)) for tensor in tensors], np.int64)
 
@@ -50,10 +52,6 @@ class TensorHashes:
         """Hash by TensorFlow ops, with three times the largest tensor's memory."""
         sums: np.ndarray = self._on_device(list(tensors)).numpy()
         return sums
-
-
-def _sums(tensors: Sequence[tf.Variable]) -> tf.Tensor:
-    return tf.stack([sum_of_bits(tensor.read_value()) for tensor in tensors])
 
 
 def sum_of_bits(tensor: tf.Tensor) -> tf.Tensor:
@@ -65,13 +63,9 @@ def sum_of_bits(tensor: tf.Tensor) -> tf.Tensor:
     words = _words(tensor)
     odd = 2 * tf.range(tf.size(words, out_type=tf.int64), dtype=tf.int64) + 1
     mixed = words * odd
-    mixed = tf.bitwise.bitwise_xor(mixed, _upper_half(mixed))
-    return tf.reduce_sum(mixed * tf.constant(_MULTIPLIER, tf.int64))
-
-
-def _upper_half(words: tf.Tensor) -> tf.Tensor:
-    shifted = tf.bitwise.right_shift(words, tf.constant(32, tf.int64))
-    return tf.bitwise.bitwise_and(shifted, tf.constant(0xFFFFFFFF, tf.int64))
+    upper = tf.bitwise.right_shift(mixed, tf.constant(32, tf.int64))
+    upper = tf.bitwise.bitwise_and(upper, tf.constant(0xFFFFFFFF, tf.int64))
+    return tf.reduce_sum(tf.bitwise.bitwise_xor(mixed, upper) * tf.constant(_MULTIPLIER, tf.int64))
 
 
 def _words(tensor: tf.Tensor) -> tf.Tensor:
@@ -80,11 +74,6 @@ def _words(tensor: tf.Tensor) -> tf.Tensor:
     octets = tf.reshape(tf.bitcast(plain, tf.uint8), [-1])
     missing = -tf.size(octets, out_type=tf.int64) % _HASHED_BYTES
     return tf.bitcast(tf.reshape(tf.pad(octets, [[0, missing]]), [-1, _HASHED_BYTES]), tf.int64)
-
-
-def _distributed(variable: Any) -> bool:
-    """Return whether `variable` is a tf.distribute variable with several copies."""
-    return isinstance(variable, tf.distribute.DistributedValues)
 
 
 def _octets(variable: tf.Variable) -> memoryview:

@@ -14,6 +14,7 @@ from hvdtrain.backends.protocol import Backend
 from hvdtrain.compat.keras import flatten_layers
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.runtime.placement import placement_of
+from hvdtrain.state.hashes import digest_of
 
 _VARIABLES, _ASSETS = "variables/", "assets/"
 
@@ -79,13 +80,9 @@ def _has_state(layer: Any) -> bool:
         return False
     if hasattr(layer, "save_assets") or hasattr(layer, "finalize_state"):
         return True
-    hooks = ("save_own_variables", "load_own_variables")
-    return any(hook in vars(kind) for kind in type(layer).__mro__ if not _is_known(kind) for hook in hooks)
-
-
-def _is_known(kind: type) -> bool:
-    """Return whether a class is Keras' or this package's, whose layers hold variables alone."""
-    return kind.__module__.split(".")[0] in ("keras", "hvdtrain")
+    # Keras' own layers and those of this package hold variables alone.
+    kinds = [kind for kind in type(layer).__mro__ if kind.__module__.split(".")[0] not in ("keras", "hvdtrain")]
+    return any(hook in vars(kind) for kind in kinds for hook in ("save_own_variables", "load_own_variables"))
 
 
 def _packed(layer: Any) -> np.ndarray:
@@ -121,11 +118,7 @@ def _unpack(layer: Any, state: np.ndarray) -> None:
 
 def _hash(state: np.ndarray) -> str:
     with np.load(io.BytesIO(state.tobytes())) as parts:
-        digest = hashlib.sha256()
-        for name in sorted(parts.files):
-            digest.update(name.encode() + repr((parts[name].dtype.str, parts[name].shape)).encode())
-            digest.update(np.ascontiguousarray(parts[name]).tobytes())
-    return digest.hexdigest()
+        return digest_of(dict(parts))
 
 
 def _config_hash(layer: Any) -> str | None:
@@ -135,9 +128,6 @@ def _config_hash(layer: Any) -> str | None:
     except NotImplementedError:
         return None
     config.pop("name", None)
-    return hashlib.sha256(json.dumps(config, sort_keys=True, default=_name_of).encode()).hexdigest()
-
-
-def _name_of(thing: Any) -> str:
-    """Return a name without an address, which would differ by process."""
-    return str(getattr(thing, "__name__", type(thing).__name__))
+    # Things by their names: an address would differ by process.
+    plain = json.dumps(config, sort_keys=True, default=lambda thing: getattr(thing, "__name__", type(thing).__name__))
+    return hashlib.sha256(plain.encode()).hexdigest()

@@ -27,7 +27,7 @@ def optimizers_of(model: Any) -> dict[str, Any]:
     if isinstance(main, keras.optimizers.Optimizer):
         found[MAIN] = main
     _search(model, "", found, seen={})
-    wrapped = {id(inner) for optimizer in found.values() for inner in _inside(optimizer)}
+    wrapped = {id(inner) for optimizer in found.values() for inner in list(_chain(optimizer))[1:]}
     return {path: optimizer for path, optimizer in found.items() if id(optimizer) not in wrapped}
 
 
@@ -40,12 +40,6 @@ def _search(thing: Any, path: str, found: dict[str, Any], seen: dict[int, Any]) 
                 found[place] = child
         elif isinstance(child, keras.Layer | list | tuple | dict) and id(child) not in seen:
             _search(child, place, found, seen)
-
-
-def _inside(optimizer: Any) -> list[Any]:
-    """Return the optimizers that `optimizer` wraps."""
-    inner = getattr(optimizer, "inner_optimizer", None)
-    return [] if inner is None else [inner, *_inside(inner)]
 
 
 class Slot(NamedTuple):

@@ -32,7 +32,6 @@ from hvdtrain.state.scalars import Scalars, scalars_from
 from hvdtrain.state.structure import seed_states, structure_of
 from hvdtrain.state.variables import unwrap
 
-"""Ranks begin training together, but one may still compile a function that others have cached."""
 CALLS_PER_STEP = 4096
 """Calls of one dropout layer per step before its random numbers would repeat those of the next step."""
 MODEL = "model/"
@@ -64,7 +63,7 @@ class TrainState:
         self.model = model
         self.optimizer = optimizer
         self.scalars = Scalars(seed=seed)
-        self._slots = slots or self._replicated_slots
+        self._slots: Slots = slots or (lambda: replicated_slots(self.optimizer, self._structure))
         self._structure = structure_of(model)
         self.held_weights: dict[str, np.ndarray] = {}
         """Weights held by callbacks, while a checkpoint is written or has been read."""
@@ -104,11 +103,9 @@ class TrainState:
                 "checkpoints cannot take yet: leave it out; --keep-best keeps the best checkpoint."
             )
         held = {f"{EXTRA}{path}": replicated_tensor(tf.constant(array)) for path, array in self.held_weights.items()}
-        return {**self.named_tensors(), **held, **self._layer_states()}
-
-    def _layer_states(self) -> dict[str, NamedTensor]:
         states = {} if is_split(self.model) else states_of(layers_with_states(self.model))
-        return {f"{LAYERS}{place}": replicated_tensor(tf.constant(state)) for place, state in states.items()}
+        of_layers = {f"{LAYERS}{place}": replicated_tensor(tf.constant(state)) for place, state in states.items()}
+        return {**self.named_tensors(), **held, **of_layers}
 
     def restore_layers(self, states: Mapping[str, np.ndarray]) -> None:
         """Restore what layers hold beside their variables; without `states`, let them derive it from these."""
@@ -245,9 +242,6 @@ class TrainState:
         """Return self-updated weights, such as BatchNorm's statistics, but not frozen ones."""
         moving = [weight for weight in self.model.weights if id(unwrap(weight)) in self._structure.statistics]
         return {f"{MODEL}{path}": variable for path, variable in self._structure.by_path(moving).items()}
-
-    def _replicated_slots(self) -> dict[str, NamedTensor]:
-        return replicated_slots(self.optimizer, self._structure)
 
 
 def _digest(weights: Mapping[str, tf.Variable]) -> str:
