@@ -36,6 +36,13 @@ def grouped_reduce_scatter(tensors: Sequence[Any], **options: Any) -> list[Any]:
     return list(mpi_ops._grouped_reducescatter(tensors, **options))
 
 
+def bare_reductions() -> tuple[Callable[..., Any], ...]:
+    """Return Horovod's bare ops: all-reduce, grouped all-reduce, reduce-scatter and grouped reduce-scatter."""
+    from horovod.tensorflow import mpi_ops
+
+    return mpi_ops._allreduce, mpi_ops._grouped_allreduce, mpi_ops._reducescatter, mpi_ops._grouped_reducescatter
+
+
 def keras_callbacks() -> ModuleType:
     """Return the shared base of Horovod's Keras callbacks. Assumes `horovod._keras.callbacks`."""
     from horovod._keras import callbacks

@@ -243,7 +243,7 @@ def grouped_allreduce(
 
     Arguments are those of `allreduce`.
     """
-    group, called, reduction = _group(process_set), _called("allreduce", name, process_set), op_name(op)
+    group, called, reduction = _group(process_set), call_name("allreduce", name, process_set), op_name(op)
     results = [each if isinstance(each, tf.IndexedSlices) else tf.convert_to_tensor(each) for each in tensors]
     dense = [i for i, each in enumerate(results) if not isinstance(each, tf.IndexedSlices)]
     for i in sorted(set(range(len(results))) - set(dense)):
@@ -283,7 +283,7 @@ def all_gather(tensor: Any, axis: int = 0, *, name: str | None = None, process_s
         raise ConfigError(f"axis must be a dim of the tensor. Received: axis={axis} and the shape {whole.shape}.")
     order = [axis % dims, *(i for i in range(dims) if i != axis % dims)] if axis else []
     first = tf.transpose(whole, order) if order else whole
-    result = gather([first], _group(process_set), name=_called("all_gather", name, process_set))[0]
+    result = gather([first], _group(process_set), name=call_name("all_gather", name, process_set))[0]
     return tf.transpose(result, [order.index(i) for i in range(dims)]) if order else result
 
 
@@ -303,11 +303,11 @@ def broadcast(tensor: Any, root_rank: int = 0, *, name: str | None = None, proce
         name: see `allreduce`.
         process_set: see `allreduce`.
     """
-    group = _group(process_set)
-    ranks = list(range(group.size)) if process_set is None else list(process_set.ranks)
+    group: Any = _group(process_set)
+    ranks = range(group.size) if process_set is None else group.group.ranks
     if root_rank not in ranks:
         raise ConfigError(f"root_rank must be one of {', '.join(map(str, ranks))}. Received: {root_rank}.")
-    called = _called("broadcast", name, process_set)
+    called = call_name("broadcast", name, process_set)
     return send(tf.convert_to_tensor(tensor), group, root=ranks.index(root_rank), name=called)
 
 
@@ -325,7 +325,7 @@ def alltoall(tensor: Any, splits: Any = None, *, name: str | None = None, proces
         The rows; with `splits` also how many came from each rank, int32 [ranks].
     """
     rows = tf.cast(tf.convert_to_tensor([] if splits is None else splits), tf.int32)
-    called = _called("alltoall", name, process_set)
+    called = call_name("alltoall", name, process_set)
     received, counts = exchange_rows(tf.convert_to_tensor(tensor), rows, _group(process_set), name=called)
     return received if splits is None else (received, counts)
 
@@ -349,7 +349,7 @@ def reducescatter(
     if reduction not in LINEAR:
         raise ConfigError(f"reducescatter has op='average' and 'sum'. Received: {op!r}.")
     after = postscale_factor / group.size if reduction == "average" else postscale_factor
-    called = _called("reducescatter", name, process_set)
+    called = call_name("reducescatter", name, process_set)
     tensors = [tf.convert_to_tensor(tensor)]
     return reduce_scatter(tensors, group, name=called, prescale=prescale_factor, postscale=after)[0]
 
@@ -363,12 +363,10 @@ def _group(process_set: Any) -> Collectives:
     return collectives_among(process_set)
 
 
-def _called(kind: str, name: str | None, process_set: Any) -> str:
-    """Return the name of a call: by process set, since ranks of one make calls that others do not."""
-    return call_name(kind, name, None if process_set is None else process_set.process_set_id)
+def call_name(kind: str, name: str | None, process_set: Any) -> str:
+    """Return the name by which ranks match a call, numbered where it is used again in one function.
 
-
-def call_name(kind: str, name: str | None, process_set_id: int | None) -> str:
-    """Return the name by which ranks match a call, numbered where it is used again in one function."""
-    prefix = f"set{process_set_id}/" if process_set_id else ""
+    By process set, since ranks of one make calls that others do not.
+    """
+    prefix = f"set{process_set.process_set_id}/" if process_set is not None and process_set.process_set_id else ""
     return numbered(f"{prefix}{kind}/{name or 'call'}")

@@ -74,16 +74,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             "gradient_predivide_factor": gradient_predivide_factor,
             "scale_local_gradients": scale_local_gradients,
         }
-        self._exchange = GradientExchange(
-            op=self._arguments["op"],
-            compression=self._arguments["compression"],
-            groups=groups,
-            sparse_as_dense=sparse_as_dense,
-            predivide=gradient_predivide_factor,
-            process_set=process_set,
-            collectives=exchange,
-            scale_local=scale_local_gradients,
-        )
+        self._exchange = GradientExchange(process_set=process_set, collectives=exchange, **self._arguments)
         self._clipping = Clipping(clip_norm, clip_value)
 
     def register_local_var(self, var: Any) -> None:
@@ -111,15 +102,10 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             with tf.init_scope():
                 self.build(variables)
         reduced = self._exchange.reduce(list(grads), variables, role=self.role, weight=self.local_weight)
-        reduced = self._clipped(reduced)
-        with fused_updates(self.inner_optimizer):
-            self.inner_optimizer.apply(reduced, variables)
-
-    def _clipped(self, gradients: list[Any]) -> list[Any]:
-        scale = loss_scale_of(self.inner_optimizer)
-        norm = global_norm(gradients)
+        scale, norm = loss_scale_of(self.inner_optimizer), global_norm(reduced)
         self.norm = norm / tf.cast(scale, norm.dtype)
-        return self._clipping.apply(gradients, norm, scale)
+        with fused_updates(self.inner_optimizer):
+            self.inner_optimizer.apply(self._clipping.apply(reduced, norm, scale), variables)
 
     @property
     def learning_rate(self) -> Any:

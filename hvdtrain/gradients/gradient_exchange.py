@@ -1,9 +1,9 @@
 """The exchange of gradients with the options of Horovod's tape and optimizer, behind every tape and optimizer here."""
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import tensorflow as tf
 
@@ -11,7 +11,6 @@ from hvdtrain.backends.protocol import Collectives
 from hvdtrain.backends.select import current_exchange
 from hvdtrain.compat.tensorflow import is_compiled_by_xla
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.config.training import CompressionName, ReduceOpName
 from hvdtrain.gradients.collectives import LINEAR, all_reduce, op_name
 from hvdtrain.gradients.reduction import (
     Gradient,
@@ -47,12 +46,12 @@ class GradientExchange:
     groups: Any = None
     """Number of groups of gradients that leave together, or lists of their variables."""
     sparse_as_dense: bool | None = None
-    predivide: float = 1.0
+    gradient_predivide_factor: float = 1.0
     process_set: Any = None
     """Some of Horovod's ranks; None: `collectives`."""
     collectives: Collectives | None = None
     """The replicas; None: those of the current session when gradients are reduced."""
-    scale_local: bool = True
+    scale_local_gradients: bool = True
     """Divide the gradients of local variables by the number of replicas."""
     device: str = ""
     by_position: bool = False
@@ -121,7 +120,7 @@ class GradientExchange:
                 results[i] = gradient
         for i in set(range(len(results))) - set(shared):
             results[i] = self._dense(results[i])
-            if self.scale_local:
+            if self.scale_local_gradients:
                 results[i] = scaled(results[i], self._one_over_size(replicas))
         return results
 
@@ -134,8 +133,12 @@ class GradientExchange:
             from hvdtrain.runtime.process_sets import collectives_among, is_included
 
             replicas = collectives_among(self.process_set) if is_included(self.process_set) else None
-        if self.process_set is not None or hasattr(replicas, "group"):
-            _refuse_xla()
+        is_horovods = self.process_set is not None or hasattr(replicas, "group")
+        if is_horovods and not tf.executing_eagerly() and is_compiled_by_xla(tf.compat.v1.get_default_graph()):
+            raise ConfigError(  # XLA's own error names no option
+                "Horovod's operations cannot be compiled by XLA, which Keras turns on by itself where there is a GPU. "
+                "Use model.compile(..., jit_compile=False), or tf.function without jit_compile around the exchange."
+            )
         return replicas
 
     def _over_replicas(
@@ -145,36 +148,32 @@ class GradientExchange:
         is_global = self.process_set is None or not self.process_set.process_set_id
         role = numbered(role if is_global else f"set{self.process_set.process_set_id}/{role}")
         with tf.device(self.device):
-            if self.op_name in _OF_TAPES:
-                return [self._by_itself(g, replicas, f"{role}/{n}") for g, n in zip(gradients, names, strict=True)]
             options = self._options(self._named_groups(sources, names))
-            packed, contexts = self._compressed(gradients)
-            if weight is None:
+            pairs = [self._compressed(gradient) for gradient in gradients]
+            packed = [gradient for gradient, _ in pairs]
+            if self.op_name in _OF_TAPES:
+                reduced = [self._by_itself(g, replicas, f"{role}/{n}") for g, n in zip(packed, names, strict=True)]
+            elif weight is None:
                 reduced = GradientReducer(replicas, options).reduce(packed, names, role=role)
             else:
                 totals = tf.expand_dims(weight, 0)
                 reduced = WeightedReducer(replicas, options).reduce(packed, totals, names, role=role)[0]
             if self._divides_when_run:
                 reduced = [scaled(gradient, self._one_over_size(replicas)) for gradient in reduced]
-            return [
-                gradient if context is _APART else self._compressor.decompress(gradient, context)
-                for gradient, context in zip(reduced, contexts, strict=True)
-            ]
+            return [restore(gradient) for gradient, (_, restore) in zip(reduced, pairs, strict=True)]
 
     def _options(self, named: tuple[tuple[str, ...], ...]) -> ReductionOptions:
         """Return how gradients travel; `named` are the groups of variables, by the names of the latter."""
-        op = self.op_name
+        op: Any = self.op_name
         if op in _OF_TAPES:
             return ReductionOptions()
         sparse = None if op == "adasum" and self.by_position and not self.sparse_as_dense else self.sparse_as_dense
         return reduction_options(
-            cast(ReduceOpName, "sum" if self._divides_when_run else op),
-            compression=cast(
-                CompressionName, "none" if self._compressor is not None else _known_wire(self.compression)
-            ),
+            "sum" if self._divides_when_run else op,
+            compression="none" if self._compressor is not None else _known_wire(self.compression),
             groups=named or (0 if self._lists else int(self.groups or 0)),
             sparse_as_dense=sparse,
-            gradient_predivide_factor=self.predivide,
+            gradient_predivide_factor=self.gradient_predivide_factor,
         )
 
     @property
@@ -197,18 +196,13 @@ class GradientExchange:
         uncut = known == "fp16" and (self.op_name == "adasum" or self._is_elastic)
         return self.compression if known is None or uncut else None
 
-    def _compressed(self, gradients: Sequence[Gradient]) -> tuple[list[Gradient], list[Any]]:
-        """Return dense gradients compressed, and the context to decompress each with."""
-        if self._compressor is None:
-            return list(gradients), [_APART] * len(gradients)
-        whole = [self._dense(gradient) for gradient in gradients]
-        pairs = [
-            (g, _APART)
-            if g is None or isinstance(g, tf.IndexedSlices)
-            else self._compressor.compress(tf.convert_to_tensor(g))
-            for g in whole
-        ]
-        return [packed for packed, _ in pairs], [context for _, context in pairs]
+    def _compressed(self, gradient: Gradient) -> tuple[Gradient, Callable[[Gradient], Gradient]]:
+        """Return a gradient as it travels, and a function that decompresses its sum."""
+        whole = self._dense(gradient)
+        if self._compressor is None or whole is None or isinstance(whole, tf.IndexedSlices):
+            return whole, lambda total: total
+        packed, context = self._compressor.compress(tf.convert_to_tensor(whole))
+        return packed, lambda total: self._compressor.decompress(total, context)
 
     @property
     def _is_elastic(self) -> bool:
@@ -236,25 +230,15 @@ class GradientExchange:
         return gradient
 
     def _by_itself(self, gradient: Gradient, replicas: Collectives, name: str) -> Gradient:
-        if gradient is None:
-            return None
-        whole = self._dense(gradient)
-        if isinstance(whole, tf.IndexedSlices):
+        if isinstance(gradient, tf.IndexedSlices):
             raise NotImplementedError(
                 f"Sparse gradients have op {' and '.join(LINEAR)} only. Received: {self.op_name!r}. Use "
                 "sparse_as_dense=True."
             )
-        if self._compressor is None:
-            return all_reduce([tf.convert_to_tensor(whole)], replicas, name=name, op=self.op_name)[0]
-        packed, context = self._compressor.compress(tf.convert_to_tensor(whole))
-        return self._compressor.decompress(all_reduce([packed], replicas, name=name, op=self.op_name)[0], context)
+        return None if gradient is None else all_reduce([gradient], replicas, name=name, op=self.op_name)[0]
 
 
-_APART = object()
-"""The context of a gradient that no compressor has changed."""
-
-
-def _known_wire(compression: Any) -> str | None:
+def _known_wire(compression: Any) -> Any:
     """Return the name of a compression: as given, or that of one of Horovod's compressors; None for another class."""
     if isinstance(compression, str):
         return compression
@@ -300,16 +284,3 @@ def groups_of(num_groups: int, groups: Any) -> Any:
 
 def _is_variable(source: Any) -> bool:
     return hasattr(source, "assign")
-
-
-def _refuse_xla() -> None:
-    """Refuse compilation by XLA, for which Horovod has no ops; XLA's own error names no option.
-
-    Raises:
-        ConfigError: within a function with `jit_compile=True`.
-    """
-    if not tf.executing_eagerly() and is_compiled_by_xla(tf.compat.v1.get_default_graph()):
-        raise ConfigError(
-            "Horovod's operations cannot be compiled by XLA, which Keras turns on by itself where there is a GPU. Use "
-            "model.compile(..., jit_compile=False), or tf.function without jit_compile around the exchange."
-        )

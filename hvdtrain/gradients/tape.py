@@ -1,7 +1,6 @@
 """A gradient tape whose gradients are those of all replicas."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -125,17 +124,12 @@ class ReducingTape(tf.GradientTape):
         flat = tf.nest.flatten(sources)
         if self._is_local:
             return compute(target, sources, *options)
-        with self._local():
-            local = compute(target, [_watched(source) for source in flat], *options)
-        return tf.nest.pack_sequence_as(sources, self._exchange.reduce(local, flat, role=role))
-
-    @contextmanager
-    def _local(self) -> Iterator[None]:
         self._is_local = True
         try:
-            yield
+            local = compute(target, [_watched(source) for source in flat], *options)
         finally:
             self._is_local = False
+        return tf.nest.pack_sequence_as(sources, self._exchange.reduce(local, flat, role=role))
 
 
 class DistributedGradientTape(ReducingTape):
@@ -190,10 +184,10 @@ class DistributedGradientTape(ReducingTape):
             compression=compression,
             groups=groups_of(num_groups, groups),
             sparse_as_dense=sparse_as_dense,
-            predivide=gradient_predivide_factor,
+            gradient_predivide_factor=gradient_predivide_factor,
             process_set=process_set,
             collectives=exchange or (current_exchange() if process_set is None else None),
-            scale_local=scale_local_gradients,
+            scale_local_gradients=scale_local_gradients,
             device=device_dense or device_sparse,
         )
         super().__init__(tape, reduction, persistent=persistent, watch_accessed_variables=watch_accessed_variables)

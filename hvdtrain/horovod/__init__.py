@@ -25,7 +25,7 @@ from hvdtrain.horovod import (
     util,
 )
 from hvdtrain.horovod.basics import *  # noqa: F403
-from hvdtrain.horovod.basics import global_process_set, init, is_initialized
+from hvdtrain.horovod.basics import init
 from hvdtrain.horovod.collectives import *  # noqa: F403
 from hvdtrain.horovod.collectives import allreduce, grouped_allreduce
 from hvdtrain.horovod.functions import allgather_object, broadcast_object, broadcast_object_fn, broadcast_variables
@@ -34,6 +34,7 @@ from hvdtrain.horovod.mpi_ops import _allreduce as _allreduce
 from hvdtrain.horovod.mpi_ops import _grouped_allreduce as _grouped_allreduce
 from hvdtrain.horovod.mpi_ops import _grouped_reducescatter as _grouped_reducescatter
 from hvdtrain.horovod.mpi_ops import _reducescatter as _reducescatter
+from hvdtrain.horovod.names import global_process_set, is_initialized
 from hvdtrain.horovod.optimizer import DistributedOptimizer
 from hvdtrain.horovod.sync_batch_norm import SyncBatchNormalization
 from hvdtrain.horovod.tape import DistributedGradientTape, PartialDistributedGradientTape, horovod_exchange
@@ -88,8 +89,17 @@ def _make_allreduce_grads_fn(
     process_set: Any,
 ) -> Callable[..., list[Any]]:
     """Return a function of a list of gradients, and of their variables, that reduces them."""
-    options = {**locals()}
-    exchange = horovod_exchange(options.pop("name"), **options)
+    exchange = horovod_exchange(
+        name,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        op=op,
+        gradient_predivide_factor=gradient_predivide_factor,
+        groups=groups,
+        process_set=process_set,
+    )
 
     def allreduce_grads(
         grads: Sequence[Any], vars: Sequence[Any] | None = None, use_generic_names: bool = False

@@ -1,60 +1,16 @@
-"""Initialization, process sets and build queries: Horovod's own functions where they work."""
+"""Initialization, and Horovod's own functions for process sets and queries."""
 
 import os
 from collections.abc import Sequence
 from typing import Any
 
-from horovod.tensorflow import (
-    Adasum,
-    Average,
-    Compression,
-    Max,
-    Min,
-    ProcessSet,
-    Product,
-    Sum,
-    add_process_set,
-    ccl_built,
-    check_extension,
-    check_num_rank_power_of_2,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    global_process_set,
-    gloo_built,
-    gloo_enabled,
-    gpu_available,
-    handle_average_backwards_compatibility,
-    is_homogeneous,
-    is_initialized,
-    join,
-    local_rank,
-    local_rank_op,
-    local_size,
-    local_size_op,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    process_set_included_op,
-    rank,
-    rank_op,
-    refs_to_vars,
-    remove_process_set,
-    rocm_built,
-    shutdown,
-    size,
-    size_op,
-    split_list,
-    start_timeline,
-    stop_timeline,
-    vars_to_refs,
-)
 from horovod.tensorflow import mpi_ops as _horovods
 
 from hvdtrain.config.errors import LoneRanksError
 from hvdtrain.config.runtime import RuntimeConfig
+from hvdtrain.horovod import names
+from hvdtrain.horovod.names import *  # noqa: F403
+from hvdtrain.horovod.names import ProcessSet, global_process_set, rank, size
 from hvdtrain.runtime.control.channel import end_process
 from hvdtrain.runtime.control.mpi import prepare_mpi
 from hvdtrain.runtime.failures import show_alone
@@ -66,54 +22,7 @@ from hvdtrain.runtime.rendezvous import meet_and_wait
 from hvdtrain.runtime.tuning import ALONE, set_exchange_defaults
 from hvdtrain.runtime.world import refuse_lone_ranks
 
-__all__ = [
-    "Adasum",
-    "Average",
-    "Compression",
-    "Max",
-    "Min",
-    "ProcessSet",
-    "Product",
-    "Sum",
-    "add_process_set",
-    "ccl_built",
-    "check_extension",
-    "check_num_rank_power_of_2",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
-    "gpu_available",
-    "handle_average_backwards_compatibility",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
-    "join",
-    "local_rank",
-    "local_rank_op",
-    "local_size",
-    "local_size_op",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "process_set_included_op",
-    "rank",
-    "rank_op",
-    "refs_to_vars",
-    "remove_process_set",
-    "rocm_built",
-    "shutdown",
-    "size",
-    "size_op",
-    "split_list",
-    "start_timeline",
-    "stop_timeline",
-    "vars_to_refs",
-]
+__all__ = ["init", *(name for name in vars(names) if not name.startswith("_"))]
 
 
 def init(*args: Any, **kwargs: Any) -> None:

@@ -1,17 +1,8 @@
 """Horovod's collectives, with its names and arguments.
 
-Improvements over Horovod's own:
-
-- within a compiled function they are neither merged nor constant-folded;
-- they are matched by their names or their order, and not by the names of their inputs, which may differ by rank;
-- they accept Keras variables, and anything else that converts to a tensor;
-- bfloat16 is moved exactly; reductions are in float32 and rounded once, at the end;
-- uint32 and uint64 are moved bit by bit; they cannot be reduced;
-- a group may mix dtypes, and dense and sparse tensors;
-- each row of a sparse result occurs once, summed over the ranks.
-
-Their gradients are those that Horovod registers. They differ from those of `hvdtrain.allgather` and the like by a
-factor: 1 / ranks for gathers and broadcasts, and the number of ranks for reduce-scatters.
+They are those of `hvdtrain.gradients.collectives`, and take what these take: Keras variables, groups of several dtypes,
+and rows. Their gradients are those that Horovod registers, which differ from those of `hvdtrain.allgather` and the like
+by a factor: 1 / ranks for gathers and broadcasts, and the number of ranks for reduce-scatters.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +13,7 @@ from horovod.tensorflow import mpi_ops as _horovods
 
 from hvdtrain.compat.tensorflow import is_resource_variable
 from hvdtrain.gradients import collectives as shared
-from hvdtrain.horovod.basics import (
+from hvdtrain.horovod.names import (
     Adasum,
     Average,
     Compression,
@@ -36,7 +27,6 @@ from hvdtrain.horovod.basics import (
 from hvdtrain.runtime.process_sets import (
     check_exists,
     collectives_among,
-    index_of_root,
     is_elastic,
     is_global,
     one_over_size,
@@ -99,7 +89,7 @@ def grouped_allreduce(
         return tensors
     op = handle_average_backwards_compatibility(op, average)
     group = _group(process_set, op)
-    called, averages = _called("allreduce", name, process_set), op == Average
+    called, averages = shared.call_name("allreduce", name, process_set), op == Average
     results = list(tensors)
     sparse = [i for i, tensor in enumerate(tensors) if isinstance(tensor, tf.IndexedSlices)]
     dense = [i for i in range(len(tensors)) if i not in sparse]
@@ -142,7 +132,7 @@ def grouped_allgather(
     group = _group(process_set)
     whole = [_averaging_backward(tf.convert_to_tensor(tensor), process_set) for tensor in tensors]
     return shared.each_dtype(
-        whole, lambda own, name: shared.gather(own, group, name=name), _called("allgather", name, process_set)
+        whole, lambda own, name: shared.gather(own, group, name=name), shared.call_name("allgather", name, process_set)
     )
 
 
@@ -155,10 +145,8 @@ def broadcast(
     process_set: Any = global_process_set,
 ) -> Any:
     """Return the tensor of `root_rank` (a global rank, even in a process set) on every rank."""
-    group = _group(process_set)
     whole = _averaging_backward(tf.convert_to_tensor(tensor), process_set)
-    called = _called("broadcast", name, process_set)
-    return shared.send(whole, group, root=index_of_root(root_rank, group), name=called)
+    return shared.broadcast(whole, root_rank, name=name, process_set=process_set)
 
 
 @as_written
@@ -196,10 +184,7 @@ def alltoall(
 
     With `splits`, also return the number of rows received from each rank.
     """
-    rows = tf.cast(tf.convert_to_tensor([] if splits is None else splits), tf.int32)
-    group, called = _group(process_set), _called("alltoall", name, process_set)
-    output, received = shared.exchange_rows(tf.convert_to_tensor(tensor), rows, group, name=called)
-    return output if splits is None else (output, received)
+    return shared.alltoall(tensor, splits, name=name, process_set=process_set)
 
 
 @as_written
@@ -274,7 +259,7 @@ def _scattered(
         return [_divided(shard, process_set) for shard in shards] if divides else shards
 
     with tf.device(device):
-        return _compressed(tensors, compression, scatter, _called("reducescatter", name, process_set))
+        return _compressed(tensors, compression, scatter, shared.call_name("reducescatter", name, process_set))
 
 
 def _group(process_set: Any, op: int = Sum) -> Any:
@@ -287,10 +272,6 @@ def _group(process_set: Any, op: int = Sum) -> Any:
     if op == Adasum and not mpi_enabled():
         raise NotImplementedError("Adasum needs MPI: start with mpirun, or horovodrun --mpi.")
     return group
-
-
-def _called(kind: str, name: str | None, process_set: Any) -> str:
-    return shared.call_name(kind, name, process_set.process_set_id)
 
 
 def _check_sparse(op: int, prescale: float, postscale: float) -> None:

@@ -107,7 +107,8 @@ class Distribution:
         if self.passes == 1:
             apply(self.exchange.reduce(gradients, variables))
             return
-        kept, count = self._buffers(variables), self.counter
+        self._sum = kept = self._sum or GradientSum(variables)
+        count = self.counter
         kept.add(gradients, first=tf.equal(count, 0))
 
         def whole() -> tf.Tensor:
@@ -136,11 +137,6 @@ class Distribution:
                 self._count = tf.Variable(0, trainable=False, dtype=tf.int32, name="backward_passes")
         return self._count
 
-    def _buffers(self, variables: Sequence[Any]) -> GradientSum:
-        if self._sum is None:
-            self._sum = GradientSum(variables)
-        return self._sum
-
 
 def distribution_of(optimizer: Any) -> Distribution | None:
     """Return the `Distribution` of `optimizer`, or of one it wraps; None if it does not reduce."""
@@ -158,6 +154,8 @@ class HorovodNames:
     """
 
     distribution: Distribution
+    _local_gradients: Callable[..., tuple[Any, Any]]
+    """Returns this rank's gradients, and the variables, of a loss, variables, its upstream gradient and a tape."""
 
     @as_written
     def compute_gradients(self, loss: Any, var_list: Any, tape: Any = None) -> list[tuple[Any, Any]]:
@@ -182,10 +180,6 @@ class HorovodNames:
     def _is_scaled(self) -> bool:
         """Whether an optimizer around this one scales the loss, and divides gradients by the scale."""
         return False
-
-    def _local_gradients(self, loss: Any, var_list: Any, grad_loss: Any, tape: Any) -> tuple[Any, Any]:
-        """Return this rank's gradients, and the variables."""
-        raise NotImplementedError
 
     @as_written
     def get_gradients(self, loss: Any, params: Sequence[Any]) -> list[Gradient]:

@@ -10,10 +10,11 @@ from horovod.common.elastic import ObjectState, run_fn
 from horovod.common.exceptions import HorovodInternalError
 
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.horovod.basics import init, rank, shutdown
+from hvdtrain.horovod.basics import init
 from hvdtrain.horovod.distribution import distribution_of
 from hvdtrain.horovod.flavour import optimizers, refuse_other_keras
 from hvdtrain.horovod.functions import broadcast_object, broadcast_object_fn, broadcast_variables
+from hvdtrain.horovod.names import rank, shutdown
 from hvdtrain.runtime.consequences import is_cut_off
 from hvdtrain.state.variables import unwrap
 

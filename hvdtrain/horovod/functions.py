@@ -1,5 +1,6 @@
 """Broadcasts of variables and collectives of objects, as `horovod.tensorflow.functions`."""
 
+import io
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -12,9 +13,9 @@ import tensorflow as tf
 from horovod.tensorflow import functions as _horovods
 
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.horovod.basics import ProcessSet, global_process_set, rank, size
 from hvdtrain.horovod.collectives import allgather, broadcast, broadcast_
 from hvdtrain.horovod.distribution import CallableList
+from hvdtrain.horovod.names import ProcessSet, global_process_set, rank, size
 from hvdtrain.horovod.v1.variables import broadcast_in_session, in_session_graph
 from hvdtrain.runtime.collectives import AxisCollectives
 from hvdtrain.runtime.compiled import numbered
@@ -153,17 +154,13 @@ def broadcast_object_fn(
     if tf.executing_eagerly():
         return lambda obj: broadcast_object(obj, root_rank=root_rank, session=None, name=name, process_set=process_set)
 
-    def among(tensor: tf.Tensor, role: str) -> tf.Tensor:
-        return broadcast(tensor, root_rank, f"{name}.{role}", process_set=process_set)
-
-    messages = _SessionMessages("broadcast_object", session, among)
+    exchange = _exchange_in_session("broadcast_object", session, name, process_set)
+    index_of_root(root_rank, collectives_among(process_set))
 
     def send_object(obj: Any) -> Any:
         is_root = rank() == root_rank
-        data = _packed(obj) if is_root else np.zeros(0, np.uint8)
-        sizes = messages.exchange_sizes(data)
-        data = messages.exchange_data(data if is_root else np.zeros(sizes[0], np.uint8))
-        return obj if is_root else cloudpickle.loads(data.tobytes())
+        received = exchange(cloudpickle.dumps(obj) if is_root else b"")
+        return obj if is_root else cloudpickle.load(received)
 
     return send_object
 
@@ -178,38 +175,22 @@ def allgather_object(
     if tf.executing_eagerly():
         check_exists(process_set)
         return list(horovod.allgather_object(obj, None, name, process_set))
-    prefix = name or "allgather_object"
-
-    def among(tensor: tf.Tensor, role: str) -> tf.Tensor:
-        return allgather(tensor, f"{prefix}.{role}", process_set=process_set)
-
-    messages = _SessionMessages("allgather_object", session, among)
-    data = _packed(obj)
-    sizes, everything = messages.exchange_sizes(data), messages.exchange_data(data)
-    return [cloudpickle.loads(each.tobytes()) for each in np.split(everything, np.cumsum(sizes)[:-1])]
+    exchange = _exchange_in_session("allgather_object", session, name or "allgather_object", process_set)
+    received = exchange(cloudpickle.dumps(obj))
+    return [cloudpickle.load(received) for _ in range(process_set.size())]
 
 
-class _SessionMessages:
-    """The two ops that exchange pickled objects in a session: their sizes first, then their bytes.
+def _exchange_in_session(function: str, session: Any, name: str, process_set: Any) -> Callable[[bytes], io.BytesIO]:
+    """Return a function that concatenates the ranks' pickles; its op is created here, once.
 
-    Objects are fed through placeholders: a constant is an input that TensorFlow's graph optimizer runs the op with, on
+    They are fed through a placeholder: a constant is an input that TensorFlow's graph optimizer runs the op with, on
     one rank and not on the other.
     """
-
-    def __init__(self, function: str, session: Any, among: Callable[[tf.Tensor, str], tf.Tensor]) -> None:
-        self._session = _session_of(function, session)
-        with self._session.graph.as_default():
-            self._size = tf.compat.v1.placeholder(tf.int64, [1])
-            self._data = tf.compat.v1.placeholder(tf.uint8, [None])
-            self._sizes, self._everything = among(self._size, "size"), among(self._data, "data")
-
-    def exchange_sizes(self, data: np.ndarray) -> np.ndarray:
-        """Exchange the number of bytes."""
-        return np.asarray(self._session.run(self._sizes, {self._size: [data.size]}))
-
-    def exchange_data(self, data: np.ndarray) -> np.ndarray:
-        """Exchange the bytes."""
-        return np.asarray(self._session.run(self._everything, {self._data: data}))
+    session = _session_of(function, session)
+    with session.graph.as_default():
+        own = tf.compat.v1.placeholder(tf.uint8, [None])
+        everything = allgather(own, f"{name}.data", process_set=process_set)
+    return lambda data: io.BytesIO(session.run(everything, {own: np.frombuffer(data, np.uint8)}).tobytes())
 
 
 def _session_of(function: str, session: Any) -> Any:
@@ -227,10 +208,6 @@ def _session_of(function: str, session: Any) -> Any:
             "Pass session=…, or call it inside `with tf.compat.v1.Session():`."
         )
     return found
-
-
-def _packed(obj: Any) -> np.ndarray:
-    return np.frombuffer(cloudpickle.dumps(obj), np.uint8)
 
 
 def __getattr__(name: str) -> Any:

@@ -6,7 +6,7 @@ from horovod.tensorflow import gradient_aggregation as _horovods
 from horovod.tensorflow.gradient_aggregation import apply_op_to_not_none_tensors, get_not_none_from_list
 
 from hvdtrain.compat.horovod import aggregation_of_present
-from hvdtrain.horovod.basics import global_process_set, size_op
+from hvdtrain.horovod.names import global_process_set, size_op
 
 __all__ = [
     "LocalGradientAggregationHelper",

@@ -8,7 +8,7 @@ from horovod.tensorflow import gradient_aggregation_eager as _horovods
 
 from hvdtrain.compat.horovod import aggregates_gradients
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.horovod.basics import global_process_set, size_op
+from hvdtrain.horovod.names import global_process_set, size_op
 from hvdtrain.state.variables import as_written, unwrap
 
 __all__ = ["LocalGradientAggregationHelperEager", "global_process_set", "size_op"]

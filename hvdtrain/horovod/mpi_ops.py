@@ -3,10 +3,10 @@
 What the face improves is the face's; the rest is Horovod's own.
 """
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable
 from typing import Any
 
-import tensorflow as tf
 from horovod.common.util import (
     check_installed_version,
     get_average_backwards_compatibility_fun,
@@ -15,9 +15,9 @@ from horovod.common.util import (
 )
 from horovod.tensorflow import mpi_ops as _horovods
 
+from hvdtrain.compat.horovod import bare_reductions
 from hvdtrain.horovod import basics, collectives
 from hvdtrain.horovod.basics import *  # noqa: F403
-from hvdtrain.horovod.basics import Sum, global_process_set
 from hvdtrain.horovod.collectives import allgather, alltoall, broadcast, broadcast_, grouped_allgather
 
 _ELSEWHERE = {"Compression", "check_extension", "refs_to_vars", "split_list", "vars_to_refs"}
@@ -35,58 +35,26 @@ __all__ = [
 ]
 
 
-def _allreduce(
-    tensor: Any,
-    name: str | None = None,
-    op: int = Sum,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    ignore_name_scope: bool = False,
-    process_set: Any = global_process_set,
-) -> tf.Tensor:
-    """Reduce a tensor over the ranks; the sum by default."""
-    return collectives.allreduce(**locals())
+def _as_horovods(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `ours` with the order and the defaults of the arguments of `theirs`, whose op is the sum by default."""
+    signature, taken = inspect.signature(theirs), inspect.signature(ours).parameters
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        return ours(**{name: value for name, value in given.arguments.items() if name in taken})
+
+    call.__signature__ = signature  # type: ignore[attr-defined]
+    return call
 
 
-def _grouped_allreduce(
-    tensors: Sequence[Any],
-    name: str | None = None,
-    op: int = Sum,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    ignore_name_scope: bool = False,
-    process_set: Any = global_process_set,
-) -> list[tf.Tensor]:
-    """Reduce several tensors together; their sums by default."""
-    return collectives.grouped_allreduce(**locals())
-
-
-def _reducescatter(
-    tensor: Any,
-    name: str | None = None,
-    op: int = Sum,
-    ignore_name_scope: bool = False,
-    process_set: Any = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> tf.Tensor:
-    """Reduce a tensor over the ranks and return this rank's shard along dim 0; of the sum by default."""
-    return collectives.reducescatter(**locals())
-
-
-def _grouped_reducescatter(
-    tensors: Sequence[Any],
-    name: str | None = None,
-    op: int = Sum,
-    ignore_name_scope: bool = False,
-    process_set: Any = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> list[tf.Tensor]:
-    """Reduce several tensors together and return this rank's shards; of the sums by default."""
-    options = {**locals()}
-    del options["name"], options["ignore_name_scope"]
-    return collectives.grouped_reducescatter(**options)
+_OURS: tuple[Callable[..., Any], ...] = (
+    collectives.allreduce,
+    collectives.grouped_allreduce,
+    collectives.reducescatter,
+    collectives.grouped_reducescatter,
+)
+_allreduce, _grouped_allreduce, _reducescatter, _grouped_reducescatter = map(_as_horovods, bare_reductions(), _OURS)
 
 
 def __getattr__(name: str) -> Any:

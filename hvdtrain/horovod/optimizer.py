@@ -9,9 +9,9 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.horovod.basics import Adasum, Average, Compression, global_process_set
 from hvdtrain.horovod.distribution import Distribution, distribution_of
 from hvdtrain.horovod.flavour import keras, optimizers, refuse_other_keras
+from hvdtrain.horovod.names import Adasum, Average, Compression, global_process_set
 from hvdtrain.horovod.tape import horovod_exchange, variables_of
 from hvdtrain.horovod.v1.optimizer import session_optimizer
 

@@ -4,8 +4,8 @@ from typing import Any
 
 from hvdtrain.backends.protocol import Collectives
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.horovod.basics import Sum, global_process_set, rank, size
 from hvdtrain.horovod.flavour import keras, layers
+from hvdtrain.horovod.names import Sum, global_process_set, rank, size
 from hvdtrain.runtime.process_sets import collectives_among, is_elastic
 
 __all__ = ["Sum", "SyncBatchNormalization", "rank", "size"]

@@ -8,8 +8,8 @@ import tensorflow as tf
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.gradients.gradient_exchange import GradientExchange, groups_of
 from hvdtrain.gradients.tape import ReducingTape
-from hvdtrain.horovod.basics import Average, Compression, global_process_set, rocm_built
 from hvdtrain.horovod.flavour import keras, refuse_other_keras
+from hvdtrain.horovod.names import Average, Compression, global_process_set, rocm_built
 from hvdtrain.state.variables import as_written
 
 
@@ -18,16 +18,15 @@ def horovod_exchange(
     *,
     device_dense: str,
     device_sparse: str,
-    compression: Any,
-    sparse_as_dense: bool,
     op: int,
     gradient_predivide_factor: float,
     groups: Any,
-    process_set: Any,
     num_groups: int = 0,
-    scale_local_gradients: bool = True,
+    **options: Any,
 ) -> GradientExchange:
     """Return the exchange that Horovod's arguments describe, in which gradients are matched by position.
+
+    `options` are those of `GradientExchange`.
 
     Raises:
         ConfigError: options that Horovod refuses, too.
@@ -42,14 +41,11 @@ def horovod_exchange(
     return GradientExchange(
         role=role,
         op=op,
-        compression=compression,
+        gradient_predivide_factor=gradient_predivide_factor,
         groups=groups,
-        sparse_as_dense=sparse_as_dense,
-        predivide=gradient_predivide_factor,
-        process_set=process_set,
-        scale_local=scale_local_gradients,
         device=device_dense or device_sparse,
         by_position=True,
+        **options,
     )
 
 

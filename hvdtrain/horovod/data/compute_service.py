@@ -11,7 +11,8 @@ from horovod.runner.common.service.compute_service import ComputeClient
 from horovod.tensorflow.data import compute_service as _horovods
 from horovod.tensorflow.data.compute_service import TfDataServiceConfig, send_to_data_service, tf_data_service
 
-from hvdtrain.horovod.basics import init, rank
+from hvdtrain.horovod.basics import init
+from hvdtrain.horovod.names import rank
 
 __all__ = ["ComputeClient", "TfDataServiceConfig", "compute_worker_fn", "send_to_data_service", "tf_data_service"]
 

@@ -10,9 +10,10 @@ from horovod.runner.common.service.compute_service import ComputeService
 from horovod.runner.common.util import secret
 
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.horovod.basics import init, rank, size
+from hvdtrain.horovod.basics import init
 from hvdtrain.horovod.data.compute_service import TfDataServiceConfig, compute_worker_fn
 from hvdtrain.horovod.functions import broadcast_object
+from hvdtrain.horovod.names import rank, size
 
 __all__ = ["ComputeService", "TfDataServiceConfig", "compute_worker_fn", "main"]
 

@@ -98,8 +98,17 @@ def built(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
 
 
 def state_of(optimizer: Any) -> list[Any]:
-    """Return the variables of a built optimizer, including its rates and those of a LossScaleOptimizer."""
-    return [*optimizer.variables(), *_rates_of(innermost(optimizer)), *_scale_of(optimizer)]
+    """Return the variables of a built optimizer, including those that tf_keras does not count among them.
+
+    These are the learning rate, if it is a variable, with a legacy optimizer other hyperparameters (a rank that has
+    resumed may have others), and those of a LossScaleOptimizer.
+    """
+    inner = innermost(optimizer)
+    known = {id(variable) for variable in inner.variables()}
+    rates = [rate for rate in compat.rates_of(inner) if isinstance(rate, tf.Variable) and id(rate) not in known]
+    is_scaled = isinstance(optimizer, _LossScaleOptimizer) and optimizer.dynamic
+    scale = [compat.loss_scale_of(optimizer), optimizer.dynamic_counter] if is_scaled else []
+    return [*optimizer.variables(), *rates, *scale]
 
 
 velocities_of = compat.momentum_slots
@@ -139,19 +148,3 @@ def _reducing_first(plain: Any) -> Any:
 
     apply_gradients.reduces_first = True  # type: ignore[attr-defined]
     return apply_gradients
-
-
-def _rates_of(optimizer: Any) -> list[Any]:
-    """Return the learning rate, if it is a variable, and with a legacy optimizer its other hyperparameters.
-
-    tf_keras does not count them among the optimizer's variables. A rank that has resumed may have another rate.
-    """
-    known = {id(variable) for variable in optimizer.variables()}
-    return [rate for rate in compat.rates_of(optimizer) if isinstance(rate, tf.Variable) and id(rate) not in known]
-
-
-def _scale_of(optimizer: Any) -> list[Any]:
-    """Return a LossScaleOptimizer's own variables."""
-    if not isinstance(optimizer, _LossScaleOptimizer) or not optimizer.dynamic:
-        return []
-    return [compat.loss_scale_of(optimizer), optimizer.dynamic_counter]

@@ -13,10 +13,10 @@ from typing import Any
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.horovod import basics, collectives
 from hvdtrain.horovod.basics import *  # noqa: F403
-from hvdtrain.horovod.basics import Average, Compression
 from hvdtrain.horovod.distribution import distribution_of
 from hvdtrain.horovod.flavour import IS_LEGACY, keras, optimizers
 from hvdtrain.horovod.keras import callbacks, elastic
+from hvdtrain.horovod.names import Average, Compression
 from hvdtrain.horovod.optimizer import keras_optimizer as DistributedOptimizer
 from hvdtrain.horovod.optimizer import partial_keras_optimizer as PartialDistributedOptimizer
 from hvdtrain.horovod.v1.variables import broadcast_global_variables
@@ -113,11 +113,10 @@ def _as_class(name: str, made: Any) -> Any:
 
     Keras 3 makes optimizers of classes only, and takes a function for the optimizer itself.
     """
-    if IS_LEGACY or not isinstance(made, types.FunctionType) or not _takes_a_configuration(made):
+    if IS_LEGACY or not isinstance(made, types.FunctionType):
+        return made
+    # A loss or an activation takes tensors.
+    takes = [one.kind for one in inspect.signature(made).parameters.values()]
+    if takes != [inspect.Parameter.VAR_KEYWORD]:
         return made
     return type(name, (), {"from_config": classmethod(lambda kind, config: made(**config))})
-
-
-def _takes_a_configuration(function: Any) -> bool:
-    """Return whether `function` takes keywords only: a loss or an activation takes tensors."""
-    return [one.kind for one in inspect.signature(function).parameters.values()] == [inspect.Parameter.VAR_KEYWORD]

@@ -8,10 +8,10 @@ import tensorflow as tf
 
 from hvdtrain.compat.horovod import learning_rate_schedule
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.horovod.basics import global_process_set, rank, size
 from hvdtrain.horovod.collectives import allreduce
 from hvdtrain.horovod.flavour import keras, optimizers, refuse_other_keras
 from hvdtrain.horovod.functions import gathered, send
+from hvdtrain.horovod.names import global_process_set, rank, size
 from hvdtrain.optim.averaging import innermost
 from hvdtrain.runtime.process_sets import collectives_among
 from hvdtrain.state.variables import path_of, unwrap
@@ -74,7 +74,7 @@ class BroadcastGlobalVariablesCallback(Callback):
 
     def on_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Broadcast before the first step a model that every rank has built."""
-        if not self.broadcast_done and _on_every_rank(_is_built(self.model)):
+        if not self.broadcast_done and _is_built_everywhere(self.model):
             own = _optimizers_of(self.model)
             if len(own) == 1:  # of several, which trains what is unknown before the step
                 optimizers.built(own[0], self.model.trainable_variables)
@@ -110,14 +110,11 @@ class BroadcastGlobalVariablesCallback(Callback):
         self.broadcast_done = True
 
 
-def _on_every_rank(value: bool) -> bool:
-    return bool(gathered([int(value)], collectives_among(global_process_set)).all())
-
-
-def _is_built(model: Any) -> bool:
+def _is_built_everywhere(model: Any) -> bool:
     from hvdtrain.compat.keras import flatten_layers  # a script of Keras 2 does without Keras 3
 
-    return all(layer.built for layer in flatten_layers(model))
+    is_built = all(layer.built for layer in flatten_layers(model))
+    return bool(gathered([int(is_built)], collectives_among(global_process_set)).all())
 
 
 def _optimizers_of(model: Any) -> list[Any]:

@@ -17,9 +17,9 @@ from hvdtrain.compat.horovod import (
 from hvdtrain.compat.tensorflow import session_counter, session_slot
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.gradients.gradient_exchange import groups_of
-from hvdtrain.horovod.basics import Adasum, Average, Compression, global_process_set, rank
 from hvdtrain.horovod.collectives import allreduce
 from hvdtrain.horovod.gradient_aggregation import LocalGradientAggregationHelper
+from hvdtrain.horovod.names import Adasum, Average, Compression, global_process_set, rank
 from hvdtrain.horovod.tape import horovod_exchange
 from hvdtrain.runtime.collectives import collective_name
 from hvdtrain.runtime.compiled import numbered
@@ -117,25 +117,14 @@ class SessionOptimizer(session_optimizer_class()):  # type: ignore[misc]
         self._has_reduced = True
         pairs = wrapped_optimizer(self).compute_gradients(*args, **kwargs)
         gradients, variables = zip(*pairs, strict=True)
-        helper = self._helper
-        reduced = (
-            self._exchange.reduce(gradients, variables)
-            if helper is None
-            else self._aggregated(helper, gradients, variables)
-        )
-        return list(zip(reduced, variables, strict=True))
-
-    def _aggregated(
-        self, helper: LocalGradientAggregationHelper, gradients: Sequence[Any], variables: Sequence[Any]
-    ) -> list[Any]:
-        """Reduce in every last of several passes.
-
-        Names are chosen here, where all optimizers of a graph are seen; the exchange itself is in a branch of it.
-        """
-        role = numbered(self._exchange.role)
-        helper.name = role.replace("#", "_")
-        replace_reduction(helper, replace(self._exchange, role=role).reduce)
-        return list(helper.compute_gradients(gradients, variables))
+        reducer: Any = self._exchange.reduce
+        if self._helper is not None:
+            # Names are chosen here, where all optimizers of a graph are seen; the exchange itself is in a branch of it.
+            role = numbered(self._exchange.role)
+            self._helper.name = role.replace("#", "_")
+            replace_reduction(self._helper, replace(self._exchange, role=role).reduce)
+            reducer = self._helper.compute_gradients
+        return list(zip(reducer(gradients, variables), variables, strict=True))
 
     @as_written
     def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:

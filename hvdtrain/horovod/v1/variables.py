@@ -8,8 +8,8 @@ import horovod.tensorflow as horovod
 import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.horovod.basics import global_process_set
 from hvdtrain.horovod.collectives import allgather, broadcast
+from hvdtrain.horovod.names import global_process_set
 from hvdtrain.runtime.collectives import collective_name
 from hvdtrain.runtime.process_sets import is_included
 
@@ -52,12 +52,9 @@ def broadcast_in_session(
     with tf.control_dependencies([_check_agreement(variables, process_set)]):
         if inplace:
             return horovod.broadcast_variables(variables, root_rank, process_set, inplace=True)
-        values = [broadcast(v, root_rank, _name_of(v), True, process_set) for v in variables]
+        names = [collective_name("broadcast", variable.name) for variable in variables]
+        values = [broadcast(v, root_rank, n, True, process_set) for v, n in zip(variables, names, strict=True)]
         return tf.group(*[v.assign(value) for v, value in zip(variables, values, strict=True)])
-
-
-def _name_of(variable: Any) -> str:
-    return collective_name("broadcast", variable.name)
 
 
 def _check_agreement(variables: Sequence[Any], process_set: Any) -> tf.Operation:
