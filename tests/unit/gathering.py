@@ -25,7 +25,7 @@ class Gathering(SingleBackend):
         return everyone
 
 
-def on_ranks(size, body):
+def on_ranks(size, body, kind=Gathering):
     """Run ``body(backend)`` on a thread for each rank; return what each returned or raised."""
     barrier, brought = threading.Barrier(size, timeout=20), [b""] * size
-    return on_threads(size, lambda rank: body(Gathering(rank, size, barrier, brought)))
+    return on_threads(size, lambda rank: body(kind(rank, size, barrier, brought)))

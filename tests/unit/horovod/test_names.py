@@ -128,11 +128,6 @@ def test_names_with_an_underscore_that_scripts_use(module, names):
     assert not hasattr(ours, "_no_such_name")
 
 
-def test_constants_are_horovods():
-    for name in ("Average", "Sum", "Adasum", "Min", "Max", "Product", "global_process_set", "Compression"):
-        assert getattr(hvd, name) is getattr(horovod.tensorflow, name)
-
-
 V1 = functools.partial(tf.compat.v1.train.GradientDescentOptimizer, 0.1)
 
 

@@ -78,23 +78,6 @@ def test_the_first_average_is_the_weights_after_the_first_step():
     assert not equal(after, start)
 
 
-def test_other_weights_assigned_before_the_first_step_leave_no_trace():
-    # What a broadcast of the first rank's weights does to an optimizer that is built already.
-    broadcast, own = make_model(), make_model()
-    own.set_weights([w * 0 + 7 for w in own.get_weights()])
-    optimizers = [make_optimizer(), make_optimizer()]
-    for model, optimizer in zip((broadcast, own), optimizers, strict=True):
-        optimizer.build(model.trainable_variables)
-    own.set_weights(broadcast.get_weights())
-    for model, optimizer in zip((broadcast, own), optimizers, strict=True):
-        train(optimizer, model, 3)
-    averages = []
-    for model, optimizer in zip((broadcast, own), optimizers, strict=True):
-        with averaged_weights(optimizer, model):
-            averages.append(trainable(model))
-    assert equal(*averages)
-
-
 @pytest.mark.parametrize("scaled", [False, True], ids=["plain", "loss scaling"])
 def test_before_the_first_step_the_model_keeps_its_weights(scaled):
     model, optimizer = make_model(), make_optimizer(scaled=scaled)
@@ -136,18 +119,6 @@ def test_a_visit_to_the_averages_leaves_no_trace_in_training():
     assert equal(*weights)
 
 
-def test_compiled_evaluation_sees_the_averages():
-    model, optimizer = make_model(), make_optimizer()
-    evaluate = tf.function(lambda x: model(x, training=False))
-    x = tf.ones((2, 3))
-    train(optimizer, model, 3)
-    own = evaluate(x).numpy()
-    with averaged_weights(optimizer, model):
-        assert np.abs(evaluate(x).numpy() - own).max() > 1e-3
-        assert evaluate(x).numpy() == pytest.approx(model(x).numpy())
-    assert np.array_equal(evaluate(x).numpy(), own)
-
-
 def test_a_frozen_layer_does_not_shift_the_averages_of_others():
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3), keras.layers.Dense(3)])
     optimizer = make_optimizer()
@@ -156,24 +127,6 @@ def test_a_frozen_layer_does_not_shift_the_averages_of_others():
     with averaged_weights(optimizer, model):
         for got, expected in zip(trainable(model), average_reference(seen)[2:], strict=True):
             assert got == pytest.approx(expected, rel=1e-5, abs=1e-6)
-
-
-@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "loss scaling"])
-def test_checkpoints_hold_weights_and_averages(scaled):
-    model, optimizer = make_model(), make_optimizer(scaled=scaled)
-    train(optimizer, model, 3)
-    with averaged_weights(optimizer, model):
-        averages = trainable(model)
-    kept = [v.numpy() for v in optimizer.variables]
-    assert all(any(np.array_equal(average, value) for value in kept) for average in averages)
-
-    other, fresh = make_model(), make_optimizer(scaled=scaled)
-    fresh.build(other.trainable_variables)
-    other.set_weights(values(model))
-    for variable, value in zip(fresh.variables, kept, strict=True):
-        variable.assign(value)
-    with averaged_weights(fresh, other):
-        assert equal(trainable(other), averages)
 
 
 def test_wrappers_may_be_nested():

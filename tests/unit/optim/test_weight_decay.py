@@ -66,7 +66,7 @@ def test_a_weight_is_known_by_its_dims_and_its_name(name, shape, expected):
 
 
 @pytest.mark.parametrize("within", [False, True], ids=["plain", "loss scaling"])
-@pytest.mark.parametrize("name", ["sgd", "adamw", "lamb", "muon"])
+@pytest.mark.parametrize("name", ["sgd", "adamw", "lamb", "muon", "lars"])
 def test_weights_decay_and_biases_and_normalizations_do_not(model, name, within):
     ones(model)
     optimizer = optimizer_named(name, weight_decay=DECAY)
@@ -80,13 +80,6 @@ def test_weights_decay_and_biases_and_normalizations_do_not(model, name, within)
         assert after == pytest.approx(before * expected, rel=1e-6), path
         seen.add(kind)
     assert seen == {"kernel", "recurrent_kernel", "bias", "gamma", "beta"}
-
-
-def test_lars_decays_weights_within_its_ratio_and_leaves_the_others(model):
-    ones(model)
-    for path, before, after in after_one_step(optimizer_named("lars", weight_decay=DECAY), model):
-        weight = path.split("/")[-1] in ("kernel", "recurrent_kernel")
-        assert after == pytest.approx(before * (1 - RATE * DECAY if weight else 1.0), rel=1e-6), path
 
 
 def test_an_optimizers_own_decay_skips_biases_too(model):

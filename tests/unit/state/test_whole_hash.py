@@ -1,7 +1,5 @@
 """The hash of a model whose parts are on several ranks, here on threads."""
 
-import threading
-
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -9,7 +7,7 @@ import tensorflow as tf
 from hvdtrain.runtime.placement import whole_box
 from hvdtrain.state.hashes import digest_of, digest_of_parts
 from hvdtrain.state.named_tensors import NamedTensor
-from tests.unit.threaded_exchange import outcomes_on
+from tests.unit.gathering import Gathering, on_ranks
 
 SIZE = 2
 WHOLE = {
@@ -21,37 +19,25 @@ WHOLE = {
 }
 
 
-class Ranks:
-    """The ranks of a job, each on a thread."""
+class Rank(Gathering):
+    """Adds up integers, too."""
 
-    def __init__(self):
-        self._barrier = threading.Barrier(SIZE, timeout=20)
-        self._brought = [None] * SIZE
+    @property
+    def rank(self):
+        return self.index
 
-    def together(self, rank, mine):
-        self._brought[rank] = mine
-        self._barrier.wait()
-        everyone = list(self._brought)
-        self._barrier.wait()
-        return everyone
-
-
-class Rank:
-    def __init__(self, ranks, rank):
-        self.rank = rank
-        self.everyone = self
-        self._ranks = ranks
-
-    def gather_bytes(self, payload, *, timeout, among="job"):
-        return self._ranks.together(self.rank, payload)
-
-    def run(self, step):
-        return step()
+    @property
+    def everyone(self):
+        return self
 
     def all_reduce(self, mine, *, name):
         assert mine.dtype == tf.int32, "a sum of floats loses the sign of a zero"
-        total = tf.numpy_function(lambda array: np.int32(sum(self._ranks.together(self.rank, array))), [mine], tf.int32)
-        return tf.ensure_shape(total, mine.shape)
+
+        def total(array):
+            everyone = self.gather_bytes(array.tobytes(), timeout=None)
+            return np.sum([np.frombuffer(each, np.int32) for each in everyone], 0, np.int32)
+
+        return tf.ensure_shape(tf.numpy_function(total, [mine], tf.int32), mine.shape)
 
 
 def part(path, *box):
@@ -76,8 +62,7 @@ def parts_of(rank):
 
 
 def digests(parts):
-    ranks = Ranks()
-    return outcomes_on(SIZE, lambda rank: digest_of_parts(parts(rank), Rank(ranks, rank), timeout=1.0))
+    return on_ranks(SIZE, lambda backend: digest_of_parts(parts(backend.rank), backend, timeout=1.0), Rank)
 
 
 def test_it_is_that_of_the_whole_on_every_rank():
