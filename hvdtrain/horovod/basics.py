@@ -1,7 +1,6 @@
 """Initialization, and Horovod's own functions for process sets and queries."""
 
 import os
-from collections.abc import Sequence
 from typing import Any
 
 from horovod.tensorflow import mpi_ops as _horovods
@@ -52,17 +51,13 @@ def _init(comm: Any = None, process_sets: Any = None) -> None:
             os.environ.update(ALONE)
         prepare_mpi(environment)
         whole = [one for one in sets if comm is None and one.ranks == list(range(environment.size))]
-    _refuse_duplicates(sets)
+    ranks = [one.ranks for one in sets if one.ranks is not None]
+    twice = next((each for each in ranks if ranks.count(each) > 1), None)
+    if twice is not None:
+        raise ValueError(f"Duplicate process sets are not allowed. Received: the ranks {twice} more than once.")
     apart = [one for one in sets if one not in whole]
     _horovods.init(comm, process_sets if isinstance(process_sets, str) else apart)
     if comm is None and environment is not None:
         refuse_lone_ranks(environment, rank(), size())
     for one in whole:
         one.process_set_id = global_process_set.process_set_id
-
-
-def _refuse_duplicates(sets: Sequence[ProcessSet]) -> None:
-    ranks = [one.ranks for one in sets if one.ranks is not None]
-    twice = next((each for each in ranks if ranks.count(each) > 1), None)
-    if twice is not None:
-        raise ValueError(f"Duplicate process sets are not allowed. Received: the ranks {twice} more than once.")

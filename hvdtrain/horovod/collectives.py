@@ -200,16 +200,8 @@ def reducescatter(
     postscale_factor: float = 1.0,
 ) -> Any:
     """Reduce a tensor over the ranks and scatter it along dim 0; the first ranks get the remainder."""
-    return _scattered(
-        [tensor],
-        device=device_dense,
-        compression=compression,
-        op=op,
-        name=name,
-        process_set=process_set,
-        prescale=prescale_factor,
-        postscale=postscale_factor,
-    )[0]
+    factors = {"prescale": prescale_factor, "postscale": postscale_factor}
+    return _scattered([tensor], device_dense, compression, op, process_set, name, **factors)[0]
 
 
 @as_written
@@ -223,26 +215,18 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> Any:
     """Reduce and scatter several tensors; those of a dtype are sent together."""
-    return _scattered(
-        tensors,
-        device=device_dense,
-        compression=compression,
-        op=op,
-        name=None,
-        process_set=process_set,
-        prescale=prescale_factor,
-        postscale=postscale_factor,
-    )
+    factors = {"prescale": prescale_factor, "postscale": postscale_factor}
+    return _scattered(tensors, device_dense, compression, op, process_set, None, **factors)
 
 
 def _scattered(
     tensors: Sequence[Any],
-    *,
     device: str,
     compression: Any,
     op: int,
-    name: str | None,
     process_set: Any,
+    name: str | None,
+    *,
     prescale: float,
     postscale: float,
 ) -> Any:

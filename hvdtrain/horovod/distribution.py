@@ -25,20 +25,6 @@ class CallableList(list[Any]):
         return self
 
 
-def mark_reduced(gradients: list[Gradient]) -> list[Gradient]:
-    """Mark `gradients` as reduced, so that a wrapped optimizer applies them as they are, and return them."""
-    for gradient in gradients:
-        if gradient is not None:
-            gradient._hvdtrain_reduced = True
-    return gradients
-
-
-def are_reduced(gradients: Sequence[Gradient]) -> bool:
-    """Return whether all `gradients` were marked."""
-    there = [gradient for gradient in gradients if gradient is not None]
-    return bool(there) and all(getattr(gradient, "_hvdtrain_reduced", False) for gradient in there)
-
-
 class Distribution:
     """Reduces gradients for a wrapped optimizer, every `passes` calls.
 
@@ -84,7 +70,8 @@ class Distribution:
         Raises:
             ConfigError: sums without a mark, of which nobody knows whether they come from `compute_gradients`.
         """
-        if are_reduced(gradients):
+        marks = [getattr(gradient, "_hvdtrain_reduced", False) for gradient in gradients if gradient is not None]
+        if marks and all(marks):
             self._computed_in = None
             return True
         if self._computed_in is None or self.exchange.op_name != "sum":
@@ -195,8 +182,12 @@ class HorovodNames:
 
     @as_written
     def _allreduce(self, grads: Sequence[Gradient], vars: Sequence[Any]) -> list[Gradient]:
-        """Return the reduced gradients of `vars`."""
-        return mark_reduced(self.distribution.exchange.reduce(list(grads), list(vars)))
+        """Return the reduced gradients of `vars`, marked as such: `apply_gradients` applies them as they are."""
+        reduced = self.distribution.exchange.reduce(list(grads), list(vars))
+        for gradient in reduced:
+            if gradient is not None:
+                gradient._hvdtrain_reduced = True
+        return reduced
 
     def register_local_var(self, var: Any) -> None:
         """Leave the gradient of `var` on its rank."""

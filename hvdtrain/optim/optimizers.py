@@ -1,7 +1,6 @@
 """Optimizers by name, their weight decay, and which of them are elementwise."""
 
 import inspect
-from collections.abc import Iterable
 from typing import Any
 
 import keras
@@ -25,11 +24,6 @@ def decays(variable: Any) -> bool:
     return len(whole.shape) >= 2 and name not in EXEMPT_NAMES
 
 
-def exclude_from_decay(optimizer: Any, variables: Iterable[Any]) -> None:
-    """Exclude `variables` that do not decay from an unbuilt optimizer's weight decay."""
-    optimizer.exclude_from_weight_decay(var_list=[variable for variable in variables if not decays(variable)])
-
-
 def decaying_weights_only(optimizer: Any) -> Any:
     """Make `optimizer` decay weights only, not biases and normalization parameters; return it.
 
@@ -50,7 +44,7 @@ def decaying_weights_only(optimizer: Any) -> Any:
     # Keras wants the exclusion before `build`, but the variables are first known there.
     def build_with_exclusion(variables: Any) -> None:
         if not inner.built:
-            exclude_from_decay(inner, variables)
+            inner.exclude_from_weight_decay(var_list=[variable for variable in variables if not decays(variable)])
         build(variables)
 
     inner.build = build_with_exclusion

@@ -120,27 +120,21 @@ def scaled_learning_rate(config: OptimConfig, batch: int) -> float:
 def describe_rate(config: OptimConfig, batch: int, total_steps: int) -> str:
     """Describe the learning rate: peak, scaling, warm-up, schedule."""
     peak = scaled_learning_rate(config, batch)
-    parts = [f"peak {peak:g}" + _origin(config, batch)]
+    parts = [f"peak {peak:g}"]
+    if config.base_batch is not None:
+        ratio = f"{batch}/{config.base_batch}"
+        factor = ratio if config.lr_scaling == "linear" else f"sqrt({ratio})"
+        parts[0] += f" ({config.learning_rate:g} x {factor}, {config.lr_scaling})"
     if config.warmup_steps:
         parts.append(f"warm-up {config.warmup_steps} steps")
-    return ", ".join([*parts, _course(config, peak, total_steps)])
-
-
-def _origin(config: OptimConfig, batch: int) -> str:
-    if config.base_batch is None:
-        return ""
-    ratio = f"{batch}/{config.base_batch}"
-    factor = ratio if config.lr_scaling == "linear" else f"sqrt({ratio})"
-    return f" ({config.learning_rate:g} x {factor}, {config.lr_scaling})"
-
-
-def _course(config: OptimConfig, peak: float, total_steps: int) -> str:
     if config.schedule == "step":
         steps = ", ".join(map(str, decay_steps(config.decay_at, total_steps)))
-        return f"x {config.decay_factor:g} at step {steps} of {total_steps}"
-    power = f" of power {config.decay_power:g}" if config.schedule == "polynomial" else ""
-    end = f" to {peak * config.final_rate:g}" if config.final_rate else ""
-    return f"{config.schedule}{power}{end}"
+        parts.append(f"x {config.decay_factor:g} at step {steps} of {total_steps}")
+    else:
+        power = f" of power {config.decay_power:g}" if config.schedule == "polynomial" else ""
+        end = f" to {peak * config.final_rate:g}" if config.final_rate else ""
+        parts.append(f"{config.schedule}{power}{end}")
+    return ", ".join(parts)
 
 
 def learning_rate_schedule(

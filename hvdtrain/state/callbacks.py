@@ -120,12 +120,11 @@ def _plain_ones(values: Mapping[str, Any]) -> dict[str, Any]:
     plain: dict[str, Any] = {}
     for name, value in values.items():
         with suppress(TypeError, ValueError):
-            plain[name] = [_plain_or_array(each) for each in value] if isinstance(value, list) else _plain(value)
+            if isinstance(value, list):
+                plain[name] = [each.tolist() if isinstance(each, np.ndarray) else _plain(each) for each in value]
+            else:
+                plain[name] = _plain(value)
     return plain
-
-
-def _plain_or_array(value: Any) -> Any:
-    return value.tolist() if isinstance(value, np.ndarray) else _plain(value)
 
 
 def _plain(value: Any) -> Any:

@@ -81,11 +81,6 @@ def is_split(model: Any) -> bool:
     )
 
 
-def exchanges_activations(model: Any) -> bool:
-    """Return whether calling `model` takes several ranks."""
-    return is_split(model) or bool(getattr(model, "split_along", ()))
-
-
 def placed_tensor(value: Any, owner: Any = None) -> NamedTensor:
     """Return a variable as a tensor of the state, with its placement.
 

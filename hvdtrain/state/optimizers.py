@@ -95,7 +95,8 @@ def extend_optimizer(optimizer: Any, variables: Sequence[Any], structure: Struct
     for all of them at once, as Keras' own files require. No effect if all are known.
     """
     known = trained_variables(innermost(optimizer))
-    new = unknown_to(optimizer, variables)
+    with_slots = {id(variable) for variable in known}
+    new = [variable for variable in variables if id(variable) not in with_slots]
     if not new:
         return
     before = replicated_slots(optimizer, structure)
@@ -119,12 +120,6 @@ def _chain(optimizer: Any) -> Iterator[Any]:
     while optimizer is not None:
         yield optimizer
         optimizer = getattr(optimizer, "inner_optimizer", None)
-
-
-def unknown_to(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
-    """Return those of `variables` that a built `optimizer` has no slots for."""
-    known = {id(variable) for variable in trained_variables(innermost(optimizer))}
-    return [variable for variable in variables if id(variable) not in known]
 
 
 def _attributes(optimizer: Any, count: int, places: Mapping[str, int]) -> Iterator[tuple[str, int | None, Any]]:

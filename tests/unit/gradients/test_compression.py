@@ -99,15 +99,6 @@ def test_every_bit_is_that_of_numpy(wire, dtype, size):
         np.testing.assert_array_equal(reduced(parts, wire, op), emulated(parts, wire, factor), strict=True)
 
 
-@DTYPES
-@SIZES
-def test_the_average_of_60000_is_60000(dtype, size):
-    """In half precision alone the sum of two would be infinite."""
-    parts = [np.full(10, 60000, dtype)] * size
-    np.testing.assert_array_equal(reduced(parts, "fp16", "average"), 60000)
-    np.testing.assert_array_equal(reduced(parts, "fp16", "sum"), rounded(np.array([[60000.0 * size]]), "fp16")[0, 0])
-
-
 @FORMATS
 @pytest.mark.parametrize("value", [1e30, -1e-30, 1.5e38, 1.2e-38])
 def test_sizes_that_a_half_does_not_have(wire, value):

@@ -51,30 +51,8 @@ def test_variables_are_known_by_path_on_both_sides_of_the_door():
 # -- the state --
 
 
-def test_the_state_holds_weights_and_slots_once_each():
-    state = state_of()
-    saved = state.named_tensors()
-    assert {path for path in saved if path.startswith("model/")} == {
-        *(f"model/first/{name}" for name in ("kernel", "bias")),
-        *(f"model/norm/{name}" for name in ("gamma", "beta", "moving_mean", "moving_variance")),
-        *(f"model/inner/layers/1/{name}" for name in ("kernel", "bias")),
-    }
-    slots = [path for path in saved if path.startswith("optimizer/")]
-    trainable = len(state.model.trainable_variables)
-    assert len(slots) == 2 * trainable + 2  # two moments each, the iteration and the learning rate
-    assert len(saved) == len(state.model.weights) + len(slots)
-    assert len({id(tensor.value) for tensor in saved.values()}) == len(saved)
-
-
 def test_parameters_are_counted_with_the_statistics():
     assert state_of().parameters() == (4 * 3 + 3) + 4 * 3 + (3 * 2 + 2)
-
-
-def test_scalars_come_back():
-    state = state_of()
-    state.restore({"step": 17, "epoch": 2, "seed": 5})
-    assert (state.scalars.step, state.scalars.epoch, state.scalars.seed) == (17, 2, 5)
-    assert int(state.counter) == 17
 
 
 # -- the hash --
@@ -162,27 +140,6 @@ def test_ranks_that_drifted_are_named():
         state.agreed_hash(Answering([None, None, json.dumps("x" * 64), json.dumps("y" * 64)]))
 
 
-def test_the_first_rank_alone_sends_its_scalars():
-    sent = []
-    first = {"step": 4, "seed": 7}
-
-    class Second(SingleBackend):
-        index = 1
-
-        def __init__(self):
-            pass
-
-        def gather_bytes(self, payload, *, timeout, among="job"):
-            kinds, scalars = json.loads(payload)
-            sent.append(scalars)
-            return [json.dumps([kinds, first]).encode(), payload]
-
-    state = state_of()
-    state.broadcast(Second())
-    assert sent == [None]
-    assert (state.scalars.step, state.scalars.seed) == (4, 7)
-
-
 # -- statistics --
 
 
@@ -225,12 +182,6 @@ def test_frozen_weights_are_no_statistics():
 
 
 # -- randomness --
-
-
-def test_every_generator_of_the_model_is_found():
-    state = state_of()
-    assert len(state.generators) == 2
-    assert not state.generators.keys() & state.named_tensors().keys()
 
 
 def drawn(state, seed=0, replica=0, step=0):
