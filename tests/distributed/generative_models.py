@@ -62,47 +62,6 @@ class GAN(keras.Model):
         return {"d_loss": self.d_loss_metric.result(), "g_loss": self.g_loss_metric.result()}
 
 
-class ConditionalGAN(keras.Model):
-    """Trackers made in the constructor, targets that are a condition, optimizers in a dict."""
-
-    def __init__(self, discriminator: Any, generator: Any) -> None:
-        super().__init__()
-        self.discriminator = discriminator
-        self.generator = generator
-        self.gen_loss_tracker = keras.metrics.Mean(name="generator_loss")
-        self.disc_loss_tracker = keras.metrics.Mean(name="discriminator_loss")
-
-    @property
-    def metrics(self) -> list[Any]:
-        return [self.gen_loss_tracker, self.disc_loss_tracker]
-
-    def compile(self, optimizers: dict[str, Any], loss_fn: Any) -> None:
-        super().compile()
-        self.optimizers = optimizers
-        self.loss_fn = loss_fn
-
-    def train_step(self, data: Any) -> dict[str, Any]:
-        real, one_hot = data
-        count = ops.shape(real)[0]
-        generated = self.generator(ops.concatenate([noise_like(real, LATENT), one_hot], axis=1))
-        fake = ops.concatenate([generated, one_hot], axis=1)
-        both = ops.concatenate([fake, ops.concatenate([real, one_hot], axis=1)], axis=0)
-        labels = ops.concatenate([ops.ones((count, 1)), ops.zeros((count, 1))], axis=0)
-        with tf.GradientTape() as tape:
-            d_loss = self.loss_fn(labels, self.discriminator(both))
-        weights = self.discriminator.trainable_weights
-        self.optimizers["d"].apply(tape.gradient(d_loss, weights), weights)
-        with tf.GradientTape() as tape:
-            fake = self.generator(ops.concatenate([noise_like(real, LATENT), one_hot], axis=1))
-            judged = self.discriminator(ops.concatenate([fake, one_hot], axis=1))
-            g_loss = self.loss_fn(ops.zeros((count, 1)), judged)
-        weights = self.generator.trainable_weights
-        self.optimizers["g"].apply(tape.gradient(g_loss, weights), weights)
-        self.gen_loss_tracker.update_state(g_loss)
-        self.disc_loss_tracker.update_state(d_loss)
-        return {"g_loss": self.gen_loss_tracker.result(), "d_loss": self.disc_loss_tracker.result()}
-
-
 class WGAN(keras.Model):
     """Several steps of the critic for one of the generator, a penalty on the gradient of inputs, no metrics."""
 
@@ -148,79 +107,6 @@ class WGAN(keras.Model):
         grads = tape.gradient(g_loss, self.generator.trainable_variables)
         self.g_optimizer.apply_gradients(zip(grads, self.generator.trainable_variables, strict=True))
         return {"d_loss": d_loss, "g_loss": g_loss}
-
-
-class CycleGAN(keras.Model):
-    """Four optimizers, one persistent tape."""
-
-    def __init__(self, gen_g: Any, gen_f: Any, disc_x: Any, disc_y: Any) -> None:
-        super().__init__()
-        self.gen_G, self.gen_F, self.disc_X, self.disc_Y = gen_g, gen_f, disc_x, disc_y
-
-    def call(self, inputs: Any) -> Any:
-        return self.disc_X(inputs), self.disc_Y(inputs), self.gen_G(inputs), self.gen_F(inputs)
-
-    def compile(self, gen_g: Any, gen_f: Any, disc_x: Any, disc_y: Any) -> None:
-        super().compile()
-        self.gen_G_optimizer, self.gen_F_optimizer = gen_g, gen_f
-        self.disc_X_optimizer, self.disc_Y_optimizer = disc_x, disc_y
-        self.mae = keras.losses.MeanAbsoluteError()
-        self.mse = keras.losses.MeanSquaredError()
-
-    def train_step(self, batch_data: Any) -> dict[str, Any]:
-        real_x, real_y = batch_data
-        with tf.GradientTape(persistent=True) as tape:
-            fake_y, fake_x = self.gen_G(real_x), self.gen_F(real_y)
-            judged_x, judged_y = self.disc_X(fake_x), self.disc_Y(fake_y)
-            cycle = self.mae(real_x, self.gen_F(fake_y)) + self.mae(real_y, self.gen_G(fake_x))
-            g_loss = self.mse(ops.ones_like(judged_y), judged_y) + 2.0 * cycle
-            f_loss = self.mse(ops.ones_like(judged_x), judged_x) + 2.0 * cycle
-            x_loss = self._judge(self.disc_X(real_x), judged_x)
-            y_loss = self._judge(self.disc_Y(real_y), judged_y)
-        for loss, part, optimizer in (
-            (g_loss, self.gen_G, self.gen_G_optimizer),
-            (f_loss, self.gen_F, self.gen_F_optimizer),
-            (x_loss, self.disc_X, self.disc_X_optimizer),
-            (y_loss, self.disc_Y, self.disc_Y_optimizer),
-        ):
-            grads = tape.gradient(loss, part.trainable_variables)
-            optimizer.apply_gradients(zip(grads, part.trainable_variables, strict=True))
-        return {"G_loss": g_loss, "F_loss": f_loss, "D_X_loss": x_loss, "D_Y_loss": y_loss}
-
-    def _judge(self, real: Any, fake: Any) -> Any:
-        return 0.5 * (self.mse(ops.ones_like(real), real) + self.mse(ops.zeros_like(fake), fake))
-
-
-class VAE(keras.Model):
-    """Trackers, one optimizer, `fit(x)` without targets."""
-
-    def __init__(self, encoder: Any, decoder: Any) -> None:
-        super().__init__()
-        self.encoder = encoder
-        self.decoder = decoder
-        self.total_loss_tracker = keras.metrics.Mean(name="loss")
-        self.reconstruction_loss_tracker = keras.metrics.Mean(name="reconstruction_loss")
-        self.kl_loss_tracker = keras.metrics.Mean(name="kl_loss")
-
-    @property
-    def metrics(self) -> list[Any]:
-        return [self.total_loss_tracker, self.reconstruction_loss_tracker, self.kl_loss_tracker]
-
-    def train_step(self, data: Any) -> dict[str, Any]:
-        with tf.GradientTape() as tape:
-            z_mean, z_log_var = ops.split(self.encoder(data), 2, axis=1)
-            z = z_mean + ops.exp(0.5 * z_log_var) * noise_like(data, LATENT)
-            reconstruction = self.decoder(z)
-            reconstruction_loss = ops.mean(ops.sum(ops.square(data - reconstruction), axis=1))
-            kl_loss = -0.5 * (1 + z_log_var - ops.square(z_mean) - ops.exp(z_log_var))
-            kl_loss = ops.mean(ops.sum(kl_loss, axis=1))
-            total_loss = reconstruction_loss + kl_loss
-        grads = tape.gradient(total_loss, self.trainable_weights)
-        self.optimizer.apply_gradients(zip(grads, self.trainable_weights, strict=True))
-        self.total_loss_tracker.update_state(total_loss)
-        self.reconstruction_loss_tracker.update_state(reconstruction_loss)
-        self.kl_loss_tracker.update_state(kl_loss)
-        return {m.name: m.result() for m in self.metrics}
 
 
 class DiffusionModel(keras.Model):

@@ -135,40 +135,6 @@ class Weighted(keras.Model):
         return {m.name: m.result() for m in self.metrics}
 
 
-class Siamese(keras.Model):
-    """Triplets of anchors, positives and negatives, with a test_step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = net(FEATURES, 3)
-        self.loss_tracker = keras.metrics.Mean(name="loss")
-
-    def call(self, inputs: Any) -> Any:
-        return [self.embedding(each) for each in inputs]
-
-    def _triplet_loss(self, data: Any) -> Any:
-        anchor, positive, negative = self(data)
-        near = ops.sum(ops.square(anchor - positive), axis=1)
-        far = ops.sum(ops.square(anchor - negative), axis=1)
-        return ops.mean(ops.maximum(near - far + 2.0, 0.0))
-
-    def train_step(self, data: Any) -> dict[str, Any]:
-        with tf.GradientTape() as tape:
-            loss = self._triplet_loss(data)
-        gradients = tape.gradient(loss, self.embedding.trainable_weights)
-        self.optimizer.apply_gradients(zip(gradients, self.embedding.trainable_weights, strict=True))
-        self.loss_tracker.update_state(loss, sample_weight=ops.shape(data[0])[0])
-        return {"loss": self.loss_tracker.result()}
-
-    def test_step(self, data: Any) -> dict[str, Any]:
-        self.loss_tracker.update_state(self._triplet_loss(data), sample_weight=ops.shape(data[0])[0])
-        return {"loss": self.loss_tracker.result()}
-
-    @property
-    def metrics(self) -> list[Any]:
-        return [self.loss_tracker]
-
-
 class BYOL(keras.Model):
     """An online network that predicts what a slow copy of it makes of another view; nothing is tracked."""
 

@@ -11,9 +11,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 from checks import context_parallel, experts
-from generative_models import CLASSES, FEATURES, GAN, LATENT, VAE, WGAN, ConditionalGAN, CycleGAN, DiffusionModel, net
+from generative_models import CLASSES, FEATURES, GAN, LATENT, WGAN, DiffusionModel, net
 from meshes import on_mesh
-from representation_models import BYOL, Contrastive, ContrastiveBySlices, Distiller, Siamese, Weighted
+from representation_models import BYOL, Contrastive, ContrastiveBySlices, Distiller, Weighted
 from world import World, computing_in, flat_bytes, moved, relative_error
 from worlds import worlds
 
@@ -109,16 +109,6 @@ def check_a_gan_with_two_optimizers(world: World) -> None:
 
 
 @worlds("mpirun-2", extended=True)
-def check_a_conditional_gan(world: World) -> None:
-    def build() -> keras.Model:
-        model = ConditionalGAN(net(FEATURES + CLASSES, 1), net(LATENT + CLASSES, FEATURES))
-        model.compile({"d": adam(), "g": adam()}, crossentropy())
-        return model
-
-    compare(world, build, dataset(X, np.eye(CLASSES)[LABELS]), figures=False)
-
-
-@worlds("mpirun-2", extended=True)
 def check_a_wasserstein_gan_with_gradient_penalty(world: World) -> None:
     def build() -> keras.Model:
         model = WGAN(net(FEATURES, 1), net(LATENT, FEATURES))
@@ -131,27 +121,6 @@ def check_a_wasserstein_gan_with_gradient_penalty(world: World) -> None:
         return model
 
     compare(world, build, tf.data.Dataset.from_tensor_slices((X,)).batch(BATCH))
-
-
-@worlds("mpirun-2", extended=True)
-def check_a_cycle_gan_with_four_optimizers(world: World) -> None:
-    def build() -> keras.Model:
-        parts = (net(FEATURES, FEATURES), net(FEATURES, FEATURES), net(FEATURES, 1), net(FEATURES, 1))
-        model = CycleGAN(*parts)
-        model.compile(adam(), adam(), adam(), adam())
-        return model
-
-    compare(world, build, dataset(X, OTHERS))
-
-
-@worlds("mpirun-2", extended=True)
-def check_a_variational_autoencoder(world: World) -> None:
-    def build() -> keras.Model:
-        model = VAE(net(FEATURES, 2 * LATENT), net(LATENT, FEATURES))
-        model.compile(optimizer=adam())
-        return model
-
-    compare(world, build, X, figures=False)
 
 
 @worlds("mpirun-2", extended=True)
@@ -209,18 +178,6 @@ def check_sample_weights_in_a_step_of_its_own(world: World) -> None:
         return model
 
     compare(world, build, (X, LABELS, WEIGHTS))
-
-
-@worlds("mpirun-2", extended=True)
-def check_a_siamese_network_of_triplets(world: World) -> None:
-    def build() -> keras.Model:
-        model = Siamese()
-        model.compile(optimizer=adam())
-        model.built = True
-        return model
-
-    triplets = dataset(X, X + 0.1 * OTHERS, X[::-1])
-    compare(world, build, triplets, validation=triplets.take(2))
 
 
 @worlds("mpirun-2", extended=True)
