@@ -24,12 +24,6 @@ def check_trainer_dense_and_sparse(world: World) -> None:
 
 
 @worlds("mpirun-2", extended=True)
-def check_trainer_sgd_and_adam_the_other_way_round(world: World) -> None:
-    assert_parity(world, "embedding", "adam", "float64", accumulate=4)
-    assert_parity(world, "dense", "sgd", "float32", accumulate=2)
-
-
-@worlds("mpirun-2", extended=True)
 def check_the_comparison_notices(world: World) -> None:
     backend = Sabotaged(world.backend, 2.0)
     error = parity_error(world, "dense", "sgd", "float32", backend=backend, accumulate=2)

@@ -120,47 +120,6 @@ def check_synchronized_accumulated_and_recomputed_in_16_bits(world: World) -> No
         assert 0 < error < 16 * unit, (name, options, error)
 
 
-class Augmenting(keras.layers.Layer):
-    """Keeps what Keras' own augmentation layers make of its inputs."""
-
-    def __init__(self, samples: int) -> None:
-        super().__init__()
-        self.layers = [layers.RandomFlip("horizontal", seed=1), layers.RandomBrightness(0.5, (0.0, 1.0), seed=2)]
-        # A tf.Variable is no part of the model's state.
-        self.kept = tf.Variable(tf.zeros((samples, 4, 4, 1)), trainable=False)
-
-    def call(self, inputs: Any, training: bool = False) -> Any:
-        for layer in self.layers:
-            inputs = layer(inputs, training=training)
-        if training:
-            self.kept.assign(inputs)
-        return inputs
-
-
-def augmented(world: World, steps: int) -> np.ndarray:
-    """Train on one image many times; return what this rank saw of it in the last step."""
-    keras.utils.set_random_seed(0)
-    layer = Augmenting(BATCH // world.size)
-    model = keras.Sequential([keras.Input((4, 4, 1)), layer, layers.Flatten(), layers.Dense(3)])
-    trainer = hvdtrain.Trainer(model, optimizer(), CROSS_ENTROPY, backend=world.backend, seed=5)
-    images = np.tile(np.linspace(0.4, 0.6, 16, dtype="float32").reshape(4, 4, 1), (BATCH * steps, 1, 1, 1))
-    trainer.fit((images, np.zeros(len(images), "int32")), batch=BATCH, shuffle=False, verbose=False)
-    assert world.same_everywhere(flat_bytes(model.get_weights()))
-    before = layer.kept.numpy()
-    np.testing.assert_array_equal(layer(images[:1]), images[:1])  # nothing is drawn outside of training
-    return before
-
-
-@worlds("mpirun-2", extended=True)
-def check_augmentation_layers_draw_by_rank_step_and_sample(world: World) -> None:
-    """Draws are a function of seed, step and rank: the same in a second run."""
-    first, second = augmented(world, 1), augmented(world, 2)
-    np.testing.assert_array_equal(augmented(world, 1), first)
-    assert not np.array_equal(first, second), "two steps drew the same"
-    assert len({image.tobytes() for image in first}) == len(first), "two samples drew the same"
-    assert len(set(world.gather(first.tobytes()))) == world.size, "two ranks drew the same"
-
-
 @worlds("mpirun-2", extended=True)
 def check_the_comparison_notices(world: World) -> None:
     """With the statistics of each rank and microbatch alone, the result is another one."""

@@ -1,21 +1,16 @@
 """What TensorFlow's graph optimizer must not do to Horovod's ops, and what the ranks' data looks like together."""
 
 import json
-import os
 
 import keras
 import numpy as np
 import tensorflow as tf
-from PIL import Image
 from world import World, grappler
 from worlds import worlds
 
 import hvdtrain
 from hvdtrain.data.arrays import ArraySource
-from hvdtrain.data.cached import cached
 from hvdtrain.data.pipeline import SourceTraining
-from hvdtrain.data.sources.class_folders import scan
-from hvdtrain.data.sources.images import ImageSource
 
 
 @worlds("mpirun-2", "gloo-2")
@@ -114,29 +109,6 @@ def check_every_sample_once_in_an_order_that_ignores_the_world(world: World) -> 
     assert resumed == part[3:7]
 
 
-@worlds("mpirun-2", extended=True)
-def check_images_in_files_are_read_once_in_either_order_and_from_the_cache(world: World) -> None:
-    folder = world.folder / "images"
-    if world.rank == 0:
-        for number in range(21):
-            file = folder / "photos" / str(number % 2) / f"{number:02}.png"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(np.full((4, 4, 3), number, np.uint8)).save(file)
-    world.gather(b"written")
-    found = scan(folder / "photos")
-    plain = ImageSource(found.blobs, found.labels, "photos")
-    os.environ["HVDTRAIN_CACHE"] = str(folder / "cache")
-    for source, shard_by in ((plain, "samples"), (plain, "files"), (cached(plain, "file"), "samples")):
-        data = SourceTraining(source, batch=8, index=world.rank, size=world.size, seed=5, shard_by=shard_by)
-        for epoch in range(2):
-            stream = take(data, 3, start=3 * epoch)
-            mine = [int(image[0, 0, 0]) for batch in stream if float(batch.has_samples) for image in batch.inputs]
-            parts = [json.loads(text) for text in world.gather(json.dumps(mine).encode())]
-            assert all(parts), "a rank had nothing to read"
-            assert sorted(number for part in parts for number in part) == list(range(21))
-    assert len(list((folder / "cache").glob("*.npy"))) == 2, "one file for images and one for labels"
-
-
 def take(data: SourceTraining, count: int, start: int = 0) -> list:
     batches = data.batches(start)
     return [next(batches) for _ in range(count)]
@@ -155,23 +127,3 @@ def check_a_rank_without_samples(world: World) -> None:
     trainer = hvdtrain.Trainer(model, keras.optimizers.SGD(0.0), "mse", backend=world.backend)
     outcome = trainer.evaluate((x, np.zeros((9, 1), "float32")), batch=4)
     np.testing.assert_allclose(outcome.loss, np.mean(np.arange(9.0) ** 2), rtol=1e-6)
-
-
-@worlds("mpirun-2", extended=True)
-def check_a_dataset_trains_like_arrays(world: World) -> None:
-    rng = np.random.default_rng(1)
-    x, y = rng.standard_normal((20, 3)).astype("float32"), rng.standard_normal((20, 1)).astype("float32")
-
-    def weights(dataset, batch) -> np.ndarray:
-        keras.utils.set_random_seed(0)
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-        trainer = hvdtrain.Trainer(model, keras.optimizers.SGD(0.1), "mse", backend=world.backend)
-        trainer.fit(dataset, batch=batch, epochs=2, shuffle=False, verbose=False)
-        return model.get_weights()[0]
-
-    slices = tf.data.Dataset.from_tensor_slices((x, y))
-    expected = weights((x, y), 8)
-    np.testing.assert_allclose(weights(slices.batch(8), None), expected, rtol=1e-6)
-    np.testing.assert_allclose(weights(slices, 8), expected, rtol=1e-6)
-    endless = slices.filter(lambda *_: True)  # a dataset that does not know its length
-    np.testing.assert_allclose(weights(endless, 8), expected, rtol=1e-6)
