@@ -38,10 +38,8 @@ FIXED = {
     "inf-rollback": Fault((0,), "warning: rolled back after step", forms=("rollback",)),
     "corrupt": Fault((137,), BY_LAUNCHER),
     "disk-full": Fault((0, 2), "No space left on device"),
-    "link-down": Fault((124, 205), _HANGS, within_s=20.0),
 }
-"""By name, of jobs with a fixed number of ranks. corrupt: killed, and its newest checkpoint damaged. link-down: nobody
-reaches its host, and mpirun ends with 205 where it finds out before it hears of the end of the ranks."""
+"""By name, of jobs with a fixed number of ranks. corrupt: killed, and its newest checkpoint damaged."""
 
 _GOES_ON = r"elastic: 2 ranks before, {now} now: goes on after step"
 _LOST = Fault((0,), _GOES_ON.format(now=r"\d"), forms=("elastic",))

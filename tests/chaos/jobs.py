@@ -18,8 +18,6 @@ _MARK = "HVDTRAIN_CHAOS_JOB"
 """Environment variable that every process of a job inherits."""
 _LINGER_S = 60.0
 """Seconds that the processes of a job have to end in after their launcher."""
-_CUT_OFF_S = 60.0
-"""The same for ranks that cannot be reached."""
 
 
 class Job:
@@ -73,14 +71,7 @@ class Job:
 
     def wait_for_processes(self) -> set[int]:
         """Wait until its last process has ended, and return those that have not in time."""
-        return self._wait_for(self.processes(), _LINGER_S)
-
-    def wait_for_ranks(self) -> set[int]:
-        """Wait until the last of its ranks, which may be cut off, has ended, and return those that have not in time."""
-        return self._wait_for({pid for pid in self.processes() if _is_rank(pid)}, _CUT_OFF_S)
-
-    def _wait_for(self, left: set[int], seconds: float) -> set[int]:
-        limit = awake_seconds() + seconds
+        limit, left = awake_seconds() + _LINGER_S, self.processes()
         while left and awake_seconds() < limit:
             time.sleep(0.02)
             left = {pid for pid in left if _is_marked(pid, self._mark)}
@@ -112,10 +103,6 @@ def _environment(pid: int) -> set[bytes]:
         return set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
     except OSError:
         return set()
-
-
-def _is_rank(pid: int) -> bool:
-    return any(each.startswith((b"OMPI_COMM_WORLD_RANK=", b"HOROVOD_RANK=")) for each in _environment(pid))
 
 
 def _is_marked(pid: int, mark: str) -> bool:

@@ -13,14 +13,14 @@ from pathlib import Path
 from tests.awake import awake_seconds
 from tests.chaos.damage import damage_newest
 from tests.chaos.jobs import Job
-from tests.chaos.places import Place, discovered_hosts, hosts, small_disk
+from tests.chaos.places import Place, discovered_hosts, small_disk
 from tests.chaos.references import TIMEOUT_S, References
 from tests.chaos.rounds import Round
 from tests.chaos.trainings import TRAININGS, Training
 
 _FULL_S = 0.5
 """How long a disk stays full that is freed again."""
-_BY_PLACE = ("disk-full", "link-down", "host-added", "host-removed")
+_BY_PLACE = ("disk-full", "host-added", "host-removed")
 """Faults of what a rank needs."""
 
 
@@ -33,8 +33,7 @@ class Outcome:
     detected_s: float | None = None
     """From the fault to the first line that tells of it: in an elastic job, to the step with which it goes on."""
     ended_s: float | None = None
-    """From the fault to the end of the job's last process, or of its ranks where a link is down; None where the fault
-    does not end it."""
+    """From the fault to the end of the job's last process; None where the fault does not end it."""
     lost: int | None = None
     """Steps that were taken twice."""
     problems: list[str] = field(default_factory=list)
@@ -79,9 +78,6 @@ def _place(of: Round, training: Training) -> Iterator[Place]:
     if of.fault == "disk-full":
         with small_disk(training.folder) as place:
             yield place
-    elif of.fault == "link-down":
-        with hosts(of.size, training.cwd) as place:
-            yield place
     elif of.controller == "elastic":
         yield discovered_hosts(training.cwd, of.fault, spare=of.variant % 2 == 1)
     else:
@@ -91,7 +87,7 @@ def _place(of: Round, training: Training) -> Iterator[Place]:
 def _strike(of: Round, training: Training, place: Place, outcome: Outcome) -> str:
     """Start the training, strike it, and see how it ends; return its output."""
     words = [*place.launcher(of.controller, of.size), *training.words(_strike_words(of))]
-    with Job(words, training.cwd, place.environ) as job:
+    with Job(words, training.cwd) as job:
         struck = _when_struck(of, training, place, job)
         outcome.code = job.wait(TIMEOUT_S)
         if struck is None:
@@ -99,24 +95,12 @@ def _strike(of: Round, training: Training, place: Place, outcome: Outcome) -> st
         elif outcome.code is None:
             outcome.problems.append(f"did not end within {TIMEOUT_S:.0f} s")
         else:
-            left, ended = _wait_for_processes(of, place, job)
+            left, ended = job.wait_for_processes(), time.time()
             outcome.ended_s = None if outcome.code == 0 else round(ended - struck, 2)
             said = job.first(of.expected.names.format(rank=of.rank, step=of.step))
             outcome.detected_s = None if said is None else round(said - struck, 2)
-            outcome.problems += [*_mistakes(of, outcome, left), *place.mistakes(of.controller, of.rank)]
+            outcome.problems += _mistakes(of, outcome, left)
         return job.text
-
-
-def _wait_for_processes(of: Round, place: Place, job: Job) -> tuple[set[int], float]:
-    """Wait for the end of the job's processes; return those that do not end, and when the last one did.
-
-    Behind a link that is down ranks have to end by themselves; the launcher's own helpers do once it is up again.
-    """
-    if of.fault == "link-down":
-        left, ended = job.wait_for_ranks(), time.time()
-        place.mend()
-        return left | job.wait_for_processes(), ended
-    return job.wait_for_processes(), time.time()
 
 
 def _mistakes(of: Round, outcome: Outcome, left: set[int]) -> Iterator[str]:
@@ -165,7 +149,7 @@ def _go_on(of: Round, training: Training, place: Place, outcome: Outcome, text: 
     reached = training.step()
     damaged = damage_newest(training.checkpoints, of.variant) if of.fault == "corrupt" else ""
     place.mend()
-    with Job([*place.launcher(of.controller, of.size), *training.words([])], training.cwd, place.environ) as job:
+    with Job([*place.launcher(of.controller, of.size), *training.words([])], training.cwd) as job:
         code, text = job.wait(TIMEOUT_S), job.text
     if code != 0:
         outcome.problems.append(f"the resumed training ended with code {code}")
