@@ -1,4 +1,4 @@
-"""One rank of the launches of test_control_launch.py: ``control_script.py checks|fail|alike|early|stuck``."""
+"""One rank of the launches of test_control_launch.py: ``control_script.py checks|early|stuck``."""
 
 import signal
 import sys
@@ -89,32 +89,6 @@ def checks() -> None:
     print(f"rank {environment.rank} of {environment.size} over {environment.controller}: all well", flush=True)
 
 
-def work(channel: ControlChannel) -> None:
-    """Hang as in a collective, but for rank 1."""
-    channel.barrier(20)
-    if channel.rank == 1:
-        raise RuntimeError("the cause")
-    signal.pause()
-
-
-def fail() -> None:
-    environment, channel = open_here()
-    watchdog = Watchdog(channel, FailFast())
-    watchdog.start()
-    try:
-        work(channel)
-    except RuntimeError as error:
-        FailFast().fail(channel, environment, error)
-
-
-def alike() -> None:
-    environment, channel = open_here()
-    try:
-        agree(channel, {"tensorflow": f"2.{channel.rank}"}, timeout=20)
-    except LaunchError as error:
-        FailFast().fail(channel, environment, error)
-
-
 def early() -> None:
     """Rank 1 fails before it opens the channel, while the others wait for it."""
     environment = detect_environment()
@@ -133,4 +107,4 @@ def stuck() -> None:
 
 
 if __name__ == "__main__":
-    {"checks": checks, "fail": fail, "alike": alike, "early": early, "stuck": stuck}[sys.argv[1]]()
+    {"checks": checks, "early": early, "stuck": stuck}[sys.argv[1]]()

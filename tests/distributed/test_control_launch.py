@@ -31,20 +31,6 @@ def test_ranks_talk_to_one_another(launch):
         assert re.search(rf"rank {rank} of 3 over (gloo|mpi): all well", outcome.text), outcome.text
 
 
-def test_one_ranks_failure_ends_the_others_and_shows_its_traceback_once(launch):
-    outcome = launch("fail")
-    assert outcome.code == 1, outcome.text
-    assert outcome.text.count("RuntimeError: the cause") == 1, outcome.text
-    assert re.search(r"rank 1 \(\S+\) failed:", outcome.text)
-
-
-def test_a_mistake_of_all_ranks_is_shown_once(launch):
-    outcome = launch("alike")
-    assert outcome.code != 0
-    assert outcome.text.count("hvdtrain: error:") == 1, outcome.text
-    assert "tensorflow is 2.0 on rank 0 but 2.1 on rank 1 but 2.2 on rank 2" in outcome.text
-
-
 def test_a_failure_before_the_channel_is_open_ends_the_job(launch):
     outcome = launch("early")
     assert outcome.code != 0
