@@ -1,9 +1,7 @@
 """`--zero` and `--local-steps` as a user types them: trained, resumed on other numbers of ranks, evaluated."""
 
 import json
-import shutil
 
-import numpy as np
 import pytest
 
 from tests.launching import hvdtrain, summary_of, use_all
@@ -34,35 +32,6 @@ def test_a_run_with_slices_says_so_and_is_the_plain_run(sharded, run, options, s
     assert plain["options"] == {}
     for figure in ("train_loss", "val_loss", "val_accuracy"):
         assert summary[figure] == pytest.approx(plain[figure], rel=1e-5)
-
-
-def test_any_number_of_ranks_goes_on_with_the_slices_in_any_stage(sharded, tmp_path):
-    folder, _ = sharded
-    goes_on = {"slots": "run", "parameters": "parameters", "on four": "run"}
-    for name, run in goes_on.items():
-        shutil.copytree(folder / run, tmp_path / name)
-
-    def resume(name, *options):
-        return ["train", "--resume", name, "--epochs", "3", *options]
-
-    use_all("none", 1, [resume("slots"), resume("parameters", "--zero", "1", "--zero-prefetch", "0")], cwd=tmp_path)
-    use_all("gloo", 4, [resume("on four", "--zero", "3")], cwd=tmp_path)
-    for name, run in goes_on.items():
-        summary, size = summary_of(tmp_path / name), 4 if name == "on four" else 1
-        assert (summary["epochs"], summary["resumed_from"], summary["world_size"]) == (3, 46, size)
-        assert summary["val_accuracy"] > summary_of(folder / run)["val_accuracy"] - 0.02
-
-
-def test_slices_of_parameters_are_exported_as_the_whole_model(sharded):
-    folder, _ = sharded
-    hvdtrain("none", 1, "checkpoint", "export", "parameters", "--to", "whole.keras", cwd=folder)
-    import keras
-
-    exported, at_the_end = (
-        keras.models.load_model(folder / name) for name in ("whole.keras", "parameters/model.keras")
-    )
-    for ours, theirs in zip(exported.get_weights(), at_the_end.get_weights(), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
 
 
 def test_local_steps_end_with_one_model_on_all_ranks(tmp_path):
