@@ -13,11 +13,6 @@ CHANGES: dict[str, dict[str, list[tuple[str, str]]]] = {
     "keras_3": {
         "tensorflow2_keras_mnist.py": [("        experimental_run_tf_function=False,\n", "")],
         "tensorflow2_mnist.py": [VARIABLES],
-        "tensorflow2_synthetic_benchmark.py": [VARIABLES],
-        "keras_mnist_advanced.py": [
-            ("tf.compat.v1.keras.backend.set_session(tf.compat.v1.Session(config=config))\n", ""),
-            ("model.fit_generator(", "model.fit("),
-        ],
         "keras_mnist_elastic.py": [("    experimental_run_tf_function=False,\n", "")],
         "mnist_elastic.py": [("opt.lr", "opt.learning_rate")],
         "bert.py": [
@@ -27,7 +22,6 @@ CHANGES: dict[str, dict[str, list[tuple[str, str]]]] = {
             VARIABLES,
             METRICS,
         ],
-        "gan.py": [VARIABLES],
         "own_train_step.py": [("tf.keras.optimizers.legacy.Adam", "tf.keras.optimizers.Adam")],
         "unet.py": [VARIABLES, METRICS],
     },

@@ -22,9 +22,7 @@ pytestmark = pytest.mark.extended
 EXAMPLES = {
     "tensorflow2_keras_mnist": "--steps 20 --epochs 4",
     "tensorflow2_mnist": "--batches 30",
-    "tensorflow2_synthetic_benchmark": "--no-cuda --num-warmup-batches 1 --num-iters 2",
     "keras_mnist": "--epochs 6",
-    "keras_mnist_advanced": "--batch-size 32 --epochs 5",
     "keras_imagenet_resnet50": "--epochs 3 --batch-size 4 --fp16-allreduce",
     "keras_imagenet_resnet50 goes on": "--epochs 5 --batch-size 4 --fp16-allreduce",
     # These show that the comparison can fail.
@@ -36,7 +34,6 @@ OTHERS = {
     "bert": "--steps 20 --use-fp16",
     "cosmoflow": "--epochs 5",
     "dlrm": "--steps 10",
-    "gan": "--steps 30",
     "own_train_step": "--epochs 3",
     "transfer_learning": "--epochs 3",
     "unet": "--steps 20",
