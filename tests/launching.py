@@ -155,27 +155,6 @@ def summary_of(run_folder: Path) -> dict[str, Any]:
     return json.loads((run_folder / "summary.json").read_text())
 
 
-TRAIN_ALL = """
-import json, sys
-import hvdtrain
-hvdtrain.init()
-from hvdtrain.cli.train import parse
-from hvdtrain.runtime.session import current
-from hvdtrain.runs.run import train
-for words in json.loads(sys.argv[1]):
-    request = parse(words)
-    train(current(), request.config, request.files.run_dir)
-"""
-
-
-def train_all(
-    controller: str, size: int, commands: Sequence[Sequence[str]], *, cwd: Path, timeout: float, **environ: str
-) -> None:
-    """Train what several command lines of `train` say in the same processes: TensorFlow starts once, not for each."""
-    words = [sys.executable, "-c", TRAIN_ALL, json.dumps([list(command) for command in commands])]
-    run([*launcher(controller, size), *words], cwd=cwd, timeout=timeout, **environ)
-
-
 USE_ALL = """
 import json, sys
 import hvdtrain
@@ -199,9 +178,15 @@ for verb, *words in commands:
 """
 
 
-def use_all(controller: str, size: int, commands: Sequence[Sequence[str]], *, cwd: Path, timeout: float = 400) -> str:
-    """Run several command lines of evaluate, predict and generate in the same processes; return what was printed."""
-    return run([*launcher(controller, size), *_use(commands, mistaken=False)], cwd=cwd, timeout=timeout).out
+def use_all(
+    controller: str, size: int, commands: Sequence[Sequence[str]], *, cwd: Path, timeout: float = 400, **environ: str
+) -> str:
+    """Run command lines of train, evaluate, predict and generate in the same processes; return what was printed.
+
+    TensorFlow starts once, not for each.
+    """
+    words = [*launcher(controller, size), *_use(commands, mistaken=False)]
+    return run(words, cwd=cwd, timeout=timeout, **environ).out
 
 
 def errors_of(commands: Sequence[Sequence[str]], *, cwd: Path, timeout: float = 400) -> list[str]:

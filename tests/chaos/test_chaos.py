@@ -6,11 +6,9 @@ import sys
 import pytest
 
 from tests.chaos.faults import NAMES, faults_of
-from tests.chaos.matrix import Cell, Played, cells, matrix_table
 from tests.chaos.places import NotPossible
 from tests.chaos.play import play
 from tests.chaos.references import References
-from tests.chaos.report import table
 from tests.chaos.rounds import WORLDS, draw
 
 ROUNDS = [
@@ -53,29 +51,3 @@ def test_a_fault_that_can_strike_no_world_is_refused():
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 2
     assert "none of these faults can strike any of these worlds" in done.stderr
-
-
-def test_the_table_has_a_row_for_each_fault_and_world():
-    rows = [
-        ("SIGKILL", "gloo:2", 0.5, []),
-        ("SIGKILL", "gloo:2", 1.5, ["other parameters"]),
-        ("inf", "mpirun:2", None, []),
-    ]
-    names = ("fault", "world", "ended_s", "problems")
-    records = [dict(zip(names, row, strict=True), detected_s=None, lost=3) for row in rows]
-    assert table(records).splitlines()[2:] == [
-        "| SIGKILL | gloo:2 | 2 | 1 | - | 1 (1.5) | 3 (3) |",
-        "| inf | mpirun:2 | 1 | 1 | - | - | 3 (3) |",
-        "| all |  | 3 | 2 | - | 1 (1.5) | 3 (3) |",
-    ]
-
-
-def test_the_matrix_has_a_cell_for_each_fault_rank_and_controller():
-    assert len(cells()) == 10 * 2 * 2
-    good, bad = Cell("SIGKILL", 0, "gloo"), Cell("SIGKILL", 0, "mpirun")
-    played = [Played(good, 137, 0.11, 0.2), Played(bad, 1, None, 9.0, problems=["ended with code 1, not 137"])]
-    assert matrix_table(played).splitlines() == [
-        "| seconds found / ended, code | gloo, rank 0 | mpirun, rank 0 |",
-        "|---|---|---|",
-        "| SIGKILL | 0.1 / 0.2, 137 | - / 9.0, 1 **wrong** |",
-    ]

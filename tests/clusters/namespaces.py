@@ -134,18 +134,6 @@ class Hosts:
                     limit = ("rate", rate, "burst", burst, "latency", latency)
                     run("tc", "qdisc", "replace", "dev", device, "root", "tbf", *limit)
 
-    def lose(self, number: int, percent: float) -> None:
-        """Drop so many of the packets that come to host `number`; 0 drops none."""
-        rules = "flush ruleset\n"
-        if percent:
-            rules += (
-                "table inet loss {\nchain received {\ntype filter hook input priority 0;\n"
-                f"iifname eth0 numgen random mod 1000 <= {round(percent * 10) - 1} drop;\n}}\n}}\n"
-            )
-        file = self.folder / f"loss-{number}.nft"
-        file.write_text(rules)
-        self._of_host(number)("nft", "-f", str(file))
-
     def processes(self, number: int) -> list[str]:
         """Return the command lines of the processes on host `number`, but for sshd's."""
         shown = self.exec(number, ["ps", "-eo", "args", "--no-headers"]).stdout.splitlines()

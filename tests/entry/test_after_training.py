@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.launching import errors_of, run, train_all, use_all
+from tests.launching import errors_of, run, use_all
 
 pytestmark = [pytest.mark.extended, pytest.mark.xdist_group("after")]  # one process makes the runs that these tests use
 CLASSES = ("blue", "green", "red")
@@ -135,7 +135,7 @@ def home(tmp_path_factory):
         [*arrays[:-1], "own:unknown", "--epochs", "1", *quick, "unknown"],
         [*text, "--epochs", "24", *quick, "words"],
     ]
-    train_all("none", 1, commands, cwd=folder, timeout=200)
+    use_all("none", 1, [["train", *command] for command in commands], cwd=folder)
     return folder
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.recipes import RECIPES
-from tests.launching import hvdtrain, summary_of, train_all
+from tests.launching import hvdtrain, summary_of, use_all
 from tests.unit.images import write_folders
 
 pytestmark = [pytest.mark.extended, pytest.mark.xdist_group("recipes")]  # one process makes the runs, in two launches
@@ -59,8 +59,8 @@ def folder(tmp_path_factory):
         (files / f"{name}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(bytes(8) + labels.tobytes()))
     places = {"KERAS_HOME": str(made / "keras"), "HVDTRAIN_CACHE": str(made / "cache")}
     for controller, size in (("none", 1), ("mpirun", 2)):
-        trainings = [words_of(name, size) for name in WORDS]
-        train_all(controller, size, trainings, cwd=made, timeout=300, **places)
+        trainings = [["train", *words_of(name, size)] for name in WORDS]
+        use_all(controller, size, trainings, cwd=made, timeout=300, **places)
     return made
 
 

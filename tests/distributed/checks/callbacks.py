@@ -63,37 +63,6 @@ def check_epoch_figures_are_of_all_samples(world: World) -> None:
     np.testing.assert_allclose(result.history["loss"], result.history["val_loss"], rtol=1e-6)
 
 
-def two_outputs() -> keras.Model:
-    keras.utils.set_random_seed(0)
-    inputs = keras.Input(X.shape[1:])
-    hidden = keras.layers.Dense(4)(inputs)
-    outputs = [
-        keras.layers.Dense(1, name="size")(hidden),
-        keras.layers.Dense(3, activation="softmax", name="cls")(hidden),
-    ]
-    return keras.Model(inputs, outputs)
-
-
-@worlds("mpirun-2", extended=True)
-def check_figures_are_those_of_keras_in_one_process(world: World) -> None:
-    """Losses of several outputs, a metric with a value for each class; `batch_size` is that of each rank."""
-    x, labels = X[:64], LABELS[:64] % 3
-    targets = [x.sum(axis=1, keepdims=True), np.eye(3, dtype="float32")[labels]]
-    objective = {"loss": ["mse", "categorical_crossentropy"], "loss_weights": [0.1, 1.0]}
-    options = {"epochs": 2, "shuffle": False, "verbose": 0, "validation_split": 0.25}
-    model = two_outputs()
-    model.compile(sgd(), metrics=[["mae"], ["accuracy", keras.metrics.F1Score()]], **objective)
-    expected = model.fit(x, targets, batch_size=16, **options).history
-    metrics = [["mae"], ["accuracy", keras.metrics.F1Score()]]
-    trainer = hvdtrain.Trainer(two_outputs(), sgd(), metrics=metrics, backend=world.backend, **objective)
-    found = trainer.fit(x, targets, batch_size=16 // world.size, log_every=1, **options).history
-    assert list(found) == list(expected), (list(found), list(expected))
-    assert {"cls_loss", "val_size_loss", "val_cls_f1_score"} <= set(found)
-    for name, values in expected.items():
-        np.testing.assert_allclose(found[name], values, rtol=1e-5, atol=1e-6, err_msg=name)
-    assert world.same_everywhere(repr(sorted(found.items())).encode())
-
-
 def check_writers_write_once(world: World) -> None:
     folder = world.folder / f"callbacks-{world.controller}-{world.size}"
     folder.mkdir(exist_ok=True)

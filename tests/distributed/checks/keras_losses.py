@@ -5,7 +5,6 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 from world import World, computing_in, flat_bytes
 from worlds import worlds
 
@@ -52,31 +51,6 @@ class EachPenalty(keras.layers.Layer):
     def call(self, x: Any) -> Any:
         self.add_loss(0.01 * keras.ops.sum(x**2, axis=-1))
         return x
-
-
-class OwnStep(keras.Model):
-    """A model with a `train_step` that computes its loss by hand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden, self.out = keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)
-        self.mean = keras.metrics.Mean(name="loss")
-
-    def call(self, x: Any) -> Any:
-        return self.out(self.hidden(x))
-
-    def train_step(self, data: Any) -> Any:
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
-        variables = self.trainable_variables
-        self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
-        self.mean.update_state(loss, sample_weight=tf.shape(x)[0])
-        return {"loss": self.mean.result()}
-
-    @property
-    def metrics(self) -> list[Any]:
-        return [self.mean]
 
 
 def cross_entropy(**options: Any) -> Any:
@@ -155,10 +129,6 @@ def metric_along_an_axis() -> Case:
     return perceptron(), {"loss": "mse", "metrics": metrics}, (X, VALUES)
 
 
-def loss_in_a_train_step() -> Case:
-    return OwnStep(), {}, (X, VALUES)
-
-
 EXACT = (
     masked_sequence,
     ignored_class,
@@ -170,16 +140,14 @@ EXACT = (
     value_of_each_sample_that_a_layer_adds,
     target_in_a_list,
     metric_along_an_axis,
-    loss_in_a_train_step,
 )
 """Cases that are equal with accumulation, too."""
 OF_EVERY_KIND = (
     ignored_class,
     mean_of_weights,
     sum_that_a_layer_adds,
-    loss_in_a_train_step,
 )
-"""Divided by labels, by weights, not at all, and by nothing of Keras."""
+"""Divided by labels, by weights, and not at all."""
 
 
 def compiled(case: Callable[[], Case], seed: int) -> tuple[keras.Model, dict[str, Any]]:
@@ -196,32 +164,25 @@ def by_keras(case: Callable[[], Case]) -> tuple[list[np.ndarray], dict[str, list
     with computing_in("float64"):
         model, data = compiled(case, 3)
         history = model.fit(**data, batch_size=BATCH, epochs=EPOCHS, shuffle=False, verbose=0).history
-        scores = model.evaluate(**data, batch_size=BATCH, verbose=0, return_dict=True) if has_test_step(model) else {}
+        scores = model.evaluate(**data, batch_size=BATCH, verbose=0, return_dict=True)
     return model.get_weights(), history, scores
 
 
-def has_test_step(model: keras.Model) -> bool:
-    return not isinstance(model, OwnStep)
-
-
-def assert_same(world: World, case: Callable[[], Case], *, figures: bool = True, **options: Any) -> None:
+def assert_same(world: World, case: Callable[[], Case], **options: Any) -> None:
     weights, history, scores = world.reference(by_keras, case)
     with computing_in("float64"):
         model, data = compiled(case, 3 + world.rank)
         trainer = hvdtrain.Trainer(model, backend=world.backend, **options)
         found = trainer.fit(**data, batch=BATCH, epochs=EPOCHS, shuffle=False, verbose=0).history
-        own = trainer.evaluate(**data, batch=BATCH, verbose=0, return_dict=True) if has_test_step(model) else {}
+        own = trainer.evaluate(**data, batch=BATCH, verbose=0, return_dict=True)
     mine, label = trainer.model.get_weights(), f"{case.__name__} {options}"
     assert world.same_everywhere(flat_bytes(mine)), label
     for ours, theirs in zip(mine, weights, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-11, atol=1e-13, err_msg=label)
-    if figures:
-        assert list(found) == list(history), (label, list(found), list(history))
-        assert list(own) == list(scores), (label, list(own), list(scores))
-        for name in history:
-            np.testing.assert_allclose(found[name], history[name], rtol=1e-11, atol=1e-15, err_msg=f"{label} {name}")
-        for name in scores:
-            np.testing.assert_allclose(own[name], scores[name], rtol=1e-11, atol=1e-15, err_msg=f"{label} {name}")
+    for ours, theirs in ((found, history), (own, scores)):
+        assert list(ours) == list(theirs), (label, list(ours), list(theirs))
+        for name in theirs:
+            np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-11, atol=1e-15, err_msg=f"{label} {name}")
 
 
 def check_losses_of_every_kind_are_those_of_keras(world: World) -> None:
@@ -239,5 +200,4 @@ def check_every_loss_is_that_of_keras(world: World) -> None:
 def check_every_loss_is_that_of_keras_with_microbatches_and_shards(world: World) -> None:
     for case in EXACT:
         assert_same(world, case, accumulate=2)
-        if case is not loss_in_a_train_step:
-            assert_same(world, case, zero=3)
+        assert_same(world, case, zero=3)

@@ -15,7 +15,7 @@ from worlds import worlds
 import hvdtrain
 from hvdtrain.backends.single import SingleBackend
 from hvdtrain.checkpoint.checkpointer import Checkpointer
-from hvdtrain.config.errors import ConfigError, NonFiniteError
+from hvdtrain.config.errors import ConfigError
 
 REFUSED: dict[str, dict[str, Any]] = {
     "accumulate": {"accumulate": 2},
@@ -135,15 +135,6 @@ def check_callbacks(world: World) -> None:
     assert float(tf.convert_to_tensor(trainer.optimizer.learning_rate)) == pytest.approx(0.05)
     again = keras.models.load_model(world.folder / "best.keras")
     assert flat_bytes(again.get_weights()) == flat_bytes(trainer.model.get_weights())
-
-
-@worlds("parameter_server", extended=True)
-def check_a_nan_is_named_with_its_step(world: World) -> None:
-    x, y = samples(50)
-    x[20] = np.nan
-    trainer = hvdtrain.Trainer(classifier, "sgd", CROSSENTROPY, backend=world.backend)
-    with pytest.raises(NonFiniteError, match=r"The data hold NaN or infinite values at step 2 \(epoch 1\)"):
-        trainer.fit((x, y), batch=16, shuffle=False, verbose=False)
 
 
 @worlds("parameter_server", extended=True)

@@ -135,15 +135,6 @@ def check_training_equals_one_process(world: World) -> None:
 
 
 @worlds("mpirun-2", extended=True)
-def check_training_with_plain_layers_does_not(world: World) -> None:
-    if world.size > 1:
-        error = relative_error(
-            train(conv_model("float64"), "float64", world), train(conv_model("float64"), "float64", None)
-        )
-        assert error > 1e-3, error
-
-
-@worlds("mpirun-2", extended=True)
 def check_microbatches_in_a_loop(world: World) -> None:
     """Each iteration has the statistics of all ranks' microbatches; gradients add up over iterations and ranks."""
     count, length = 4, 3
