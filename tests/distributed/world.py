@@ -4,6 +4,7 @@ import fcntl
 import hashlib
 import inspect
 import pickle
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
@@ -117,6 +119,13 @@ def exact_arrays() -> Iterator[None]:
         yield
     finally:
         keras.config.set_floatx("float32")
+
+
+@contextmanager
+def refused(words: str, kind: type[Exception] = Exception) -> Iterator[None]:
+    """Expect an error of this kind, whose message has these words, from what is called in this context."""
+    with pytest.raises(kind, match=re.escape(words)):
+        yield
 
 
 Loss = Callable[[Any, Any], tf.Tensor]

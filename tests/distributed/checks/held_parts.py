@@ -1,6 +1,5 @@
 """What ranks that hold parts of one model must have in common: noticed where it differs, and decided together."""
 
-from functools import partial
 from typing import Any
 
 import keras
@@ -8,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 from checks.hybrids import FIT, LOSS, data, split
 from meshes import on_mesh
-from world import World, computing_in
+from world import World, computing_in, refused
 from worlds import worlds
 
 import hvdtrain
@@ -67,15 +66,6 @@ def labels() -> np.ndarray:
     return TABLE_ROWS[:, 0] % 2
 
 
-def refused(act: Any, words: str) -> None:
-    try:
-        act()
-    except ConfigError as error:
-        assert words in str(error), str(error)
-    else:
-        raise AssertionError(f"not refused: {words}")
-
-
 @worlds("mpirun-2", "gloo-4", extended=True)
 def check_what_would_copy_slices_is_refused_before_the_first_step(world: World) -> None:
     callbacks = keras.callbacks
@@ -86,8 +76,9 @@ def check_what_would_copy_slices_is_refused_before_the_first_step(world: World) 
             (callbacks.ModelCheckpoint(str(world.folder / "m.keras")), {}, "ModelCheckpoint would write the slices"),
             (best, {"checkpoint": str(world.folder / "saves")}, "EarlyStopping(restore_best_weights=True) keeps"),
         ):
-            fit = partial(trainer.fit, TABLE_ROWS, labels(), batch=4, epochs=2, verbose=False, callbacks=[callback])
-            refused(lambda fit=fit, options=options: fit(**options), words)
+            more = {"callbacks": [callback], **options}
+            with refused(words, ConfigError):
+                trainer.fit(TABLE_ROWS, labels(), batch=4, epochs=2, verbose=False, **more)
             assert trainer.state.scalars.step == 0
         trainer.fit(TABLE_ROWS, labels(), batch=4, epochs=2, verbose=False, callbacks=[best])
 
@@ -100,7 +91,8 @@ def check_optimizers_of_whole_weights_are_refused_once_a_model_is_built(world: W
         for optimizer in (keras.optimizers.Adam(clipnorm=0.1), keras.optimizers.Lamb()):
             model = keras.Sequential([hvdtrain.MixtureOfExperts(2, 4), keras.layers.Dense(1)])
             trainer = hvdtrain.Trainer(model, optimizer, "mse", backend=mesh.backend)
-            refused(lambda trainer=trainer: trainer.fit(x, y, batch=4, verbose=False), "parallel ep=N")
+            with refused("parallel ep=N", ConfigError):
+                trainer.fit(x, y, batch=4, verbose=False)
 
 
 @worlds("mpirun-2", "gloo-4", extended=True)

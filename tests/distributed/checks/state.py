@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from checks.training import CROSSENTROPY, classifier, samples
-from world import World, flat_bytes, plain_training, relative_error
+from world import World, flat_bytes, plain_training, refused, relative_error
 from worlds import worlds
 
 import hvdtrain
@@ -170,12 +170,8 @@ def check_a_failure_on_one_rank_is_that_of_all(world: World) -> None:
     if world.rank == world.size - 1:
         broken["rows"] = broken["rows"]._replace(slice=(slice(0, 1), slice(0, 3)))
     if world.size > 1:
-        try:
+        with refused("Of rows the ranks hold", CheckpointError):
             files.save(2, broken, {})
-        except CheckpointError as error:
-            assert "Of rows the ranks hold" in str(error)
-        else:
-            raise AssertionError("slices with gaps were saved")
     restored = slices_of(world.rank, world.size, filled=False)
     restore(files.find(), restored, world.backend)
     assert holds_its_slices(restored)

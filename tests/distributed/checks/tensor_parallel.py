@@ -7,16 +7,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 from builders import TOLERANCE, assert_moved, per_sample
+from checks.experts import whole
 from meshes import on_mesh
 from world import World, computing_in, exact_arrays, flat_bytes, plain_training, relative_error
 from worlds import worlds
 
 import hvdtrain
-from hvdtrain.backends import differentiable
 from hvdtrain.models import mlp as mlp
 from hvdtrain.models import transformer as transformer
 from hvdtrain.parallel.tensor.parallelize import Parallelization
-from hvdtrain.runtime.placement import placement_of
 
 BATCH, EPOCHS, LENGTH = 8, 4, 8
 WORDS = 33  # neither two nor four ranks divide them
@@ -210,21 +209,6 @@ def split(mesh: World, name: str, dtype: str, *, deaf: str = "", sequence: bool 
         return split_model(lambda: built(name, dtype, 11 + mesh.session.world.rank), inputs)
 
 
-def whole_weights(mesh: World, model: Any) -> list[np.ndarray]:
-    """Return the weights of a split model, put together."""
-    group = mesh.backend.along("tp")
-    whole = []
-    for number, variable in enumerate(model.weights):
-        placement = placement_of(variable)
-        value = tf.convert_to_tensor(variable.value)
-        if placement is not None and placement.axes:
-            dim = next(d for d, n in enumerate(placement.global_shape) if n != value.shape[d])
-            length = placement.global_shape[dim]
-            value = differentiable.gather_from(value, group, dim, name=f"whole/{number}", length=length)
-        whole.append(value.numpy())
-    return whole
-
-
 def trained_alone(name: str, dtype: str) -> list[np.ndarray]:
     model, (x, y) = built(name, dtype), data_of(name, dtype)
     model(x[:1])
@@ -243,7 +227,7 @@ def error_of(mesh: World, name: str, dtype: str, *, sequence: bool = False, **mo
     x, y = data_of(name, dtype)
     trainer = hvdtrain.Trainer(model, keras.optimizers.SGD(rate, momentum=0.9), LOSS, backend=mesh.backend, **more)
     trainer.fit((x, y), batch=BATCH, epochs=EPOCHS, shuffle=False, verbose=False, log_every=10)
-    weights = whole_weights(mesh, model)
+    weights = whole(model, mesh)
     if not deaf:
         assert mesh.same_everywhere(flat_bytes(weights)), f"{name}: the ranks hold different models"
     return relative_error(weights, mesh.reference(trained_alone, name, dtype))
@@ -303,23 +287,23 @@ def check_what_is_around_a_split_model(world: World) -> None:
         model = split(mesh, "perceptron", "float64")
         trainer = hvdtrain.Trainer(model, optimizer(), LOSS, backend=mesh.backend, **options)
         trainer.fit((x, y), **fit)
-        weights, scores, outputs = whole_weights(mesh, model), trainer.evaluate((x, y)), trainer.predict(x)
+        weights, scores, outputs = whole(model, mesh), trainer.evaluate((x, y)), trainer.predict(x)
         trainer.save(folder)
     reference = built("perceptron", "float64")
     batches = [(x[i : i + BATCH], y[i : i + BATCH]) for i in range(0, SAMPLES, BATCH)] * EPOCHS
     clip = lambda gradients: tf.clip_by_global_norm(gradients, bound)[0]  # noqa: E731
-    plain = optimizer()
-    plain_training(reference, plain, per_sample, batches, clip)
-    plain.finalize_variable_values(reference.trainable_variables)
+    averaging = optimizer()
+    plain_training(reference, averaging, per_sample, batches, clip)
+    averaging.finalize_variable_values(reference.trainable_variables)
     assert relative_error(weights, reference.get_weights()) <= 1e-9
     expected = reference(x).numpy()
     assert np.abs(outputs - expected).max() <= 1e-9 * np.abs(expected).max(), "predict"
     assert abs(scores.loss - float(tf.reduce_mean(per_sample(y, expected)))) <= 1e-6
     assert abs(scores["accuracy"] - np.mean(expected.argmax(-1) == y)) <= 1e-6
-    with on_mesh(world, "dp=-1") as whole:
+    with on_mesh(world, "dp=-1") as plain:
         with computing_in("float64"):
             model = built("perceptron", "float64", seed=3)
-        again = hvdtrain.Trainer(model, optimizer(), LOSS, backend=whole.backend, **options)
+        again = hvdtrain.Trainer(model, optimizer(), LOSS, backend=plain.backend, **options)
         again.restore(folder)
         found = [again.predict(x), *(np.array(w) for w in model.get_weights())]
         assert all((mine == theirs).all() for mine, theirs in zip(found[1:], weights, strict=True)), "not bit-equal"
