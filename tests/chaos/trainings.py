@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -27,50 +26,22 @@ _SAME = 1e-9
 """Of the largest parameter: numbers of 64 bits that another number of ranks has added."""
 
 
-class Training(Protocol):
-    """A training that can be struck in a folder of its own."""
-
-    @property
-    def cwd(self) -> Path:
-        """The folder in which it is started."""
-
-    @property
-    def folder(self) -> Path:
-        """Where it writes."""
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of its checkpoints."""
-
-    def words(self, strike: Sequence[str]) -> list[str]:
-        """Return the command of a rank, which may strike itself."""
-
-    def step(self) -> int:
-        """Return the last step that was reached, as far as can be seen; 0 before the first."""
-
-    def parameters(self, text: str) -> str:
-        """Return the final parameters, or a hash; empty where the training did not end, or its ranks differ."""
-
-    def matches(self, found: str, expected: str) -> bool:
-        """Tell whether two trainings have ended with the same parameters."""
-
-    def resumed_at(self, text: str) -> int:
-        """Return the step from which the training went on."""
-
-
 @dataclass(frozen=True)
 class CommandTraining:
     """A run of the command line, which is struck from outside."""
 
     cwd: Path
+    """The folder in which it is started."""
 
     def words(self, strike: Sequence[str]) -> list[str]:
+        """Return the command of a rank, which may strike itself."""
         options = [word for key, value in _OPTIONS.items() for word in (f"--{key}", value)]
         sized = ["--model-args", "depth", "2", "width", "256"]
         return [sys.executable, "-m", "hvdtrain", "digits", "--run-dir", "run", "--resume", "auto", *options, *sized]
 
     @property
     def folder(self) -> Path:
+        """Where it writes."""
         return self.cwd / "run"
 
     @property
@@ -78,6 +49,7 @@ class CommandTraining:
         return self.folder / "checkpoints"
 
     def step(self) -> int:
+        """Return the last step that was reached, as far as can be seen; 0 before the first."""
         try:
             lines = (self.folder / "metrics.jsonl").read_text().splitlines()
         except OSError:
@@ -85,6 +57,7 @@ class CommandTraining:
         return max((json.loads(line)["step"] for line in lines if line.endswith("}") and '"step"' in line), default=0)
 
     def parameters(self, text: str) -> str:
+        """Return the final parameters, or a hash; empty where the training did not end, or its ranks differ."""
         summary = self.folder / "summary.json"
         return json.loads(summary.read_text())["parameter_hash"] if summary.exists() else ""
 
@@ -92,6 +65,7 @@ class CommandTraining:
         return found == expected
 
     def resumed_at(self, text: str) -> int:
+        """Return the step from which the training went on."""
         return int(json.loads((self.folder / "summary.json").read_text())["resumed_from"])
 
 
@@ -147,6 +121,9 @@ class ElasticTraining(ScriptTraining):
         """Return the step after which the world went on that followed the fault, or from which the job did."""
         found = re.search(r"goes on after step ([\d,]+)", text) or re.search(r"begins after step (\d+)", text)
         return int(found[1].replace(",", "")) if found else 0
+
+
+Training = CommandTraining | ScriptTraining
 
 
 def _bad_steps(policy: str) -> Callable[[Path], Training]:
