@@ -13,7 +13,6 @@ from worlds import worlds
 import hvdtrain
 from hvdtrain.models import transformer as transformer
 from hvdtrain.parallel.context.split import split_sequences
-from hvdtrain.runtime.placement import placement_of
 
 BATCH, EPOCHS, LENGTH, WORDS = 8, 4, 8, 32
 SAMPLES = 36  # four full batches and one of 4 samples: 20 steps
@@ -76,40 +75,6 @@ def error_of(mesh: World, model: Any, start: list[np.ndarray], expected: list[np
 
 def copied(model: Any) -> list[np.ndarray]:
     return [np.array(weight) for weight in model.get_weights()]
-
-
-def gpt_error(mesh: World, **options: Any) -> float:
-    x, y = tokens()
-    model = hvdtrain.parallelize(gpt)
-    trained(mesh, model, (x, y), **options)
-    reference = gpt()
-    start = copied(reference)
-    return error_of(mesh, model, start, plain_training(reference, sgd(), values, batches_of(x, y)))
-
-
-@worlds("gloo-4", extended=True)
-def check_our_transformer_trains_as_in_one_process(world: World) -> None:
-    with on_mesh(world, "cp=2,dp=2") as mesh:
-        error = gpt_error(mesh)
-        assert error <= 1e-6, f"{error:.2e}"
-
-
-@worlds("gloo-4", extended=True)
-def check_sequences_and_layers_are_split_at_once(world: World) -> None:
-    x, y = tokens()
-    with on_mesh(world, "cp=2,tp=2") as mesh:
-        model = hvdtrain.parallelize(gpt, transformer.rules(WORDS, 2))
-        trained(mesh, model, (x, y), clip_norm=0.5)
-        reference = gpt()
-        clip = lambda gradients: tf.clip_by_global_norm(gradients, 0.5)[0]  # noqa: E731
-        expected = plain_training(reference, sgd(), values, batches_of(x, y), clip)
-        mine = []
-        for variable, whole in zip(model.weights, expected, strict=True):
-            placement = placement_of(variable)
-            mine.append((np.array(variable.value), whole if placement is None else whole[placement.box]))
-        error = relative_error(*zip(*mine, strict=True))
-        assert error <= 1e-6, f"{error:.2e}"
-        assert any(placement_of(v) is not None and placement_of(v).axes for v in model.weights)
 
 
 def weighted_data() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
