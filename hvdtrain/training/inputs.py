@@ -15,14 +15,16 @@ from hvdtrain.data.pipeline import SourceEvaluation, SourceTraining, TrainingDat
 from hvdtrain.data.streams.dataset_batches import DatasetTraining, evaluation_of_dataset
 from hvdtrain.data.streams.given import AsMany, Given, check_given, check_order, content_of, draws, parts_of
 from hvdtrain.data.streams.python_batches import (
+    Cut,
     FirstPass,
     GeneratorTraining,
     PyDatasetTraining,
     StreamEvaluation,
     is_stream,
+    name_of,
     opened,
 )
-from hvdtrain.data.streams.sharded_dataset import ShardedDataset, first_and_shards, length_of
+from hvdtrain.data.streams.sharded_dataset import first_and_shards, length_of
 
 
 def training_data(
@@ -89,22 +91,8 @@ def _dataset(
         check_order(dataset, "training")
     found, shards = first_and_shards(dataset, backend.process, backend.processes, owner=data)
     first = _checked(found, backend.processes)
-    size = batch or count_of(first)
-    per_replica(size, backend.data_parallel.size, uneven=backend.capabilities.uneven)
-
-    def training(shards: ShardedDataset | None) -> DatasetTraining:
-        place = {"index": backend.process, "size": backend.processes}
-        return DatasetTraining(
-            dataset,
-            batch=size,
-            steps_per_epoch=steps_per_epoch,
-            shards=shards,
-            change=change,
-            uneven=backend.capabilities.uneven,
-            **place,
-        )
-
-    sliced = training(shards)
+    cut = _cut(dataset, batch or count_of(first), backend, change)
+    sliced = DatasetTraining(dataset, cut, steps_per_epoch=steps_per_epoch, shards=shards)
     length = length_of(dataset)
     everyone = _check_same_batches(
         "a Dataset",
@@ -117,8 +105,14 @@ def _dataset(
         parts=parts_of(first) if backend.job_size > 1 and draws(dataset) else [],
     )
     if shards is not None and not all(given.sharded for given in everyone):
-        return training(None)
+        return DatasetTraining(dataset, cut, steps_per_epoch=steps_per_epoch)
     return sliced
+
+
+def _cut(data: Any, batch: int, backend: Backend, change: Change | None) -> Cut:
+    """Return what takes this replica's slice of global batches. Raises ConfigError for a batch that does not divide."""
+    per_replica(batch, backend.data_parallel.size, uneven=backend.capabilities.uneven)
+    return Cut(batch, backend.process, backend.processes, name_of(data), change)
 
 
 def _stream(
@@ -134,22 +128,12 @@ def _stream(
     if batch is not None:
         raise ConfigError(f"The data come in batches already: leave out batch. Received: batch={batch}.")
     first, batches = opened(data)
-    size = count_of(first)
-    uneven = backend.capabilities.uneven
-    per_replica(size, backend.data_parallel.size, uneven=uneven)
-    options: dict[str, Any] = {
-        "batch": size,
-        "index": backend.process,
-        "size": backend.processes,
-        "steps_per_epoch": steps_per_epoch,
-        "change": change,
-        "uneven": uneven,
-    }
+    cut = _cut(data, count_of(first), backend, change)
     training: TrainingData
     if isinstance(data, keras.utils.PyDataset):
-        training = PyDatasetTraining(data, seed=seed, shuffle=shuffle, **options)
+        training = PyDatasetTraining(data, cut, seed=seed, shuffle=shuffle, steps_per_epoch=steps_per_epoch)
     else:
-        training = GeneratorTraining(data, opened=batches, **options)
+        training = GeneratorTraining(data, cut, opened=batches, steps_per_epoch=steps_per_epoch)
     _check_same_batches(
         _kind(data), first=first, data=training, backend=backend, cure="Draw from generators with a seed"
     )

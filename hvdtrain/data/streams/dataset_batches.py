@@ -1,13 +1,14 @@
 """Training and evaluation on a user's tf.data.Dataset of global batches."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError, NoSamplesError, opt
-from hvdtrain.data.batch import Batch, Change, as_batch, per_replica
+from hvdtrain.data.batch import Batch, Change, as_batch
 from hvdtrain.data.pipeline import PREFETCH, no_autograph, sliced
-from hvdtrain.data.streams.python_batches import FirstPass
+from hvdtrain.data.streams.python_batches import Cut, FirstPass, name_of
 from hvdtrain.data.streams.sharded_dataset import ShardedDataset, length_of
 
 
@@ -19,13 +20,9 @@ class DatasetTraining:
 
     Args:
         dataset: elements `(inputs, targets[, sample_weight])`, or inputs of a custom `train_step`, with a batch dim.
-        batch: samples of a full global batch.
-        index: this replica's index among `size`.
-        size: number of replicas.
+        cut: this replica's slice.
         steps_per_epoch: required if the dataset is infinite; counted if None.
         shards: the same dataset, sharded at its source; None where it cannot be.
-        change: applied to this replica's samples.
-        uneven: whether a batch need not divide among the replicas.
     """
 
     remedy = (
@@ -36,21 +33,17 @@ class DatasetTraining:
     def __init__(
         self,
         dataset: tf.data.Dataset,
+        cut: Cut,
         *,
-        batch: int,
-        index: int,
-        size: int,
         steps_per_epoch: int | None = None,
         shards: ShardedDataset | None = None,
-        change: Change | None = None,
-        uneven: bool = False,
     ) -> None:
-        per_replica(batch, size, uneven=uneven)
-        self.batch = batch
-        self._size = size
+        self.batch = cut.batch
+        self._size = cut.size
         self._one_shape = all(spec.shape[1:].is_fully_defined() for spec in tf.nest.flatten(dataset.element_spec))
-        slices = sliced(dataset, index, size) if shards is None else shards.slices(index, size)
-        self._slices = slices if change is None else slices.map(no_autograph(lambda batch: _changed(change, batch)))
+        self._slices = _slices(dataset, cut.index, cut.size, shards)
+        if cut.change is not None:
+            self._slices = self._slices.map(no_autograph(partial(_changed, cut.change)))
         self.first_pass: FirstPass | None = None
         """The pass that counted the batches, where one had to."""
         self.steps_per_epoch = steps_per_epoch or self._count(dataset, shards)
@@ -79,7 +72,7 @@ class DatasetTraining:
         if count is None and shards is not None:
             count = shards.count()
         if count is None:
-            self.first_pass = FirstPass(self._slices.prefetch(PREFETCH), "The dataset")
+            self.first_pass = FirstPass(self._slices.prefetch(PREFETCH), name_of(dataset))
             count = self.first_pass.count
         if count == 0:
             raise NoSamplesError("The dataset is empty.")
@@ -110,8 +103,11 @@ def evaluation_of_dataset(
     """Return this replica's slice of every batch of a user's finite dataset; see `DatasetTraining`."""
     if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
         raise ConfigError(f"The validation dataset never ends: use take(), or pass {opt('validation_steps', 'N')}.")
-    slices = sliced(dataset, index, size) if shards is None else shards.slices(index, size)
-    return slices.prefetch(PREFETCH)
+    return _slices(dataset, index, size, shards).prefetch(PREFETCH)
+
+
+def _slices(dataset: tf.data.Dataset, index: int, size: int, shards: ShardedDataset | None) -> tf.data.Dataset:
+    return sliced(dataset, index, size) if shards is None else shards.slices(index, size)
 
 
 def _changed(change: Change, batch: Batch) -> Batch:

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError, DataError, NoSamplesError, opt
 from hvdtrain.data.arrays import nest_of
-from hvdtrain.data.batch import Batch, Change, as_batch, map_tensors, per_replica, slice_bounds, tensors_in
+from hvdtrain.data.batch import Batch, Change, as_batch, map_tensors, slice_bounds, tensors_in
 from hvdtrain.data.order import Order
 from hvdtrain.runtime.logs import warn_on_first
 
@@ -68,8 +68,9 @@ class Cut:
     """
 
     batch: int
-    """Samples of a full global batch."""
+    """Samples of a full global batch; the caller has checked that they divide among the replicas."""
     index: int
+    """This replica's index among `size`."""
     size: int
     name: str
     """The name of the data in messages."""
@@ -104,6 +105,11 @@ def _checksum(arrays: Any) -> int:
     return found
 
 
+def _continued(content: int, checksum: int) -> int:
+    """Return the checksum of batches in their order, with one more."""
+    return zlib.crc32(checksum.to_bytes(4, "big"), content)
+
+
 def is_stream(data: Any) -> bool:
     """Return whether `data` is a PyDataset or a generator function.
 
@@ -126,8 +132,10 @@ def opened(data: Any) -> tuple[Elements, Iterator[Any]]:
     endless = isinstance(data, keras.utils.PyDataset) and data.num_batches is None
     batches = (_item(data, n) for n in itertools.count()) if endless else iter(each_once(data))
     for elements in batches:
-        return standard(elements, _name(data)), itertools.chain([elements], batches)
-    raise NoSamplesError(f"{_name(data)} {'holds' if isinstance(data, keras.utils.PyDataset) else 'gives'} no batches.")
+        return standard(elements, name_of(data)), itertools.chain([elements], batches)
+    raise NoSamplesError(
+        f"{name_of(data)} {'holds' if isinstance(data, keras.utils.PyDataset) else 'gives'} no batches."
+    )
 
 
 def each_once(data: Any) -> Iterator[Any]:
@@ -146,17 +154,13 @@ class PyDatasetTraining:
 
     Args:
         dataset: global batches `(inputs, targets[, sample_weight])`; each must be the same on all ranks.
-        batch: samples of a full global batch.
-        index: this replica's index among `size`.
-        size: number of replicas.
+        cut: takes this replica's slice.
         seed: seed of the order, combined with the epoch.
         shuffle: visit the batches in a new order every epoch; not for an infinite data set.
         steps_per_epoch: required if `num_batches` is None.
-        change: applied to this replica's samples.
-        uneven: whether a batch need not divide among the replicas.
 
     Raises:
-        ConfigError: the batch does not divide among the replicas; steps_per_epoch is missing, or superfluous.
+        ConfigError: steps_per_epoch is missing, or superfluous.
     """
 
     remedy = "What helps: more workers=… of the PyDataset, and less work in its __getitem__."
@@ -164,34 +168,29 @@ class PyDatasetTraining:
     def __init__(
         self,
         dataset: keras.utils.PyDataset,
+        cut: Cut,
         *,
-        batch: int,
-        index: int,
-        size: int,
         seed: int,
         shuffle: bool,
         steps_per_epoch: int | None = None,
-        change: Change | None = None,
-        uneven: bool = False,
     ) -> None:
-        per_replica(batch, size, uneven=uneven)
         count = dataset.num_batches
         if count is None and steps_per_epoch is None:
-            raise ConfigError(f"{_name(dataset)} never ends (num_batches is None): pass {opt('steps_per_epoch', 'N')}.")
+            raise ConfigError(f"{cut.name} never ends (num_batches is None): pass {opt('steps_per_epoch', 'N')}.")
         if count is not None and steps_per_epoch is not None:
-            raise ConfigError(f"steps_per_epoch is for data that do not end; {_name(dataset)} has {count} batches.")
-        self.batch = batch
+            raise ConfigError(f"steps_per_epoch is for data that do not end; {cut.name} has {count} batches.")
+        self.batch = cut.batch
         self.steps_per_epoch = int(count or steps_per_epoch or 0)
         self._dataset = dataset
         self._endless = count is None
-        self._cut = Cut(batch, index, size, _name(dataset), change=change)
+        self._cut = cut
         self._seed = seed
         self._shuffle = shuffle
         self.content = 0
         """Checksum of the global batches that were taken so far."""
-        if index == 0 and dataset.use_multiprocessing:
+        if cut.index == 0 and dataset.use_multiprocessing:
             warn_on_first(
-                f"{_name(dataset)} asks for use_multiprocessing: its batches are read by {max(1, dataset.workers)} "
+                f"{cut.name} asks for use_multiprocessing: its batches are read by {max(1, dataset.workers)} "
                 "threads instead, as a process that runs an exchange must not be forked.",
                 stacklevel=2,
             )
@@ -217,7 +216,7 @@ class PyDatasetTraining:
         try:
             for batch, checksum in _read_numbers(self._dataset, self.numbers(epoch)[within:], self._cut.noted):
                 left -= 1
-                self.content = zlib.crc32(checksum.to_bytes(4, "big"), self.content)
+                self.content = _continued(self.content, checksum)
                 yield batch
         finally:
             # Also if training ends here: a later `fit` on the same data continues with the next epoch.
@@ -233,17 +232,9 @@ class GeneratorTraining:
 
     Args:
         function: yields global batches `(inputs, targets[, sample_weight])`, the same on all ranks.
-        batch: samples of a full global batch.
-        index: this replica's index among `size`.
-        size: number of replicas.
+        cut: takes this replica's slice.
         steps_per_epoch: required for infinite generators; else counted by reading all batches once.
         opened: the batches of a first call; None: it has not been called.
-        change: applied to this replica's samples.
-        uneven: whether a batch need not divide among the replicas.
-
-    Raises:
-        ConfigError: the batch does not divide among the replicas.
-        DataError: no batches.
     """
 
     remedy = "What helps: a keras.utils.PyDataset with workers=…, which makes several batches at a time."
@@ -251,27 +242,20 @@ class GeneratorTraining:
     def __init__(
         self,
         function: BatchFunction,
+        cut: Cut,
         *,
-        batch: int,
-        index: int,
-        size: int,
         steps_per_epoch: int | None = None,
         opened: Iterator[Any] | None = None,
-        change: Change | None = None,
-        uneven: bool = False,
     ) -> None:
-        per_replica(batch, size, uneven=uneven)
-        self.batch = batch
+        self.batch = cut.batch
         self._function = function
-        self._cut = Cut(batch, index, size, _name(function), change=change)
+        self._cut = cut
         elements = _call(function) if opened is None else opened
         if steps_per_epoch is not None:
             # Of a pass that is not counted, the first batch alone is kept: the model is built on it.
             elements = itertools.islice(elements, 1)
-        self.first_pass = FirstPass(map(self._cut, elements), _name(function))
+        self.first_pass = FirstPass(map(cut, elements), cut.name)
         """The pass that counted the batches; its batches are those of the first epoch."""
-        if not self.first_pass.count:
-            raise DataError(f"{_name(function)} gives no batches.")
         self.steps_per_epoch = steps_per_epoch or self.first_pass.count
         self.content = 0
         """Checksum of the global batches that were taken so far, but for those of the first pass."""
@@ -285,7 +269,7 @@ class GeneratorTraining:
             skipped = 0 if self._counted else 1
         elements = itertools.islice(self._elements(), skipped, None)
         for batch, checksum in ahead(itertools.repeat(lambda: self._cut.noted(next(elements))), limit=PREFETCH):
-            self.content = zlib.crc32(checksum.to_bytes(4, "big"), self.content)
+            self.content = _continued(self.content, checksum)
             yield batch
 
     def _elements(self) -> Iterator[Any]:
@@ -302,7 +286,7 @@ class GeneratorTraining:
                 step += 1
             if step % self.steps_per_epoch or step == begin:
                 raise DataError(
-                    f"{_name(self._function)} ended after {step - begin} batches, within an epoch of "
+                    f"{self._cut.name} ended after {step - begin} batches, within an epoch of "
                     f"{self.steps_per_epoch} steps: pass another steps_per_epoch, or none to count them."
                 )
 
@@ -316,14 +300,14 @@ class StreamEvaluation:
 
     def __init__(self, data: Any, *, index: int, size: int) -> None:
         if isinstance(data, keras.utils.PyDataset) and data.num_batches is None:
-            raise ConfigError(f"{_name(data)} never ends (num_batches is None): pass {opt('validation_steps', 'N')}.")
+            raise ConfigError(f"{name_of(data)} never ends (num_batches is None): pass {opt('validation_steps', 'N')}.")
         self._data = data
-        self._cut = Cut(0, index, size, _name(data))
+        self._cut = Cut(0, index, size, name_of(data))
 
     def __iter__(self) -> Iterator[Batch]:
         if isinstance(self._data, keras.utils.PyDataset):
             return _read_numbers(self._data, np.arange(self._data.num_batches), self._cut)
-        return (self._cut(elements) for elements in _call(self._data))
+        return map(self._cut, _call(self._data))
 
 
 def _read_numbers(dataset: keras.utils.PyDataset, numbers: np.ndarray, cut: Callable[[Any], T]) -> Iterator[T]:
@@ -344,12 +328,16 @@ def _call(function: BatchFunction) -> Iterator[Any]:
     returned = function()
     if not hasattr(returned, "__iter__") or isinstance(returned, tuple | dict):
         raise DataError(
-            f"{_name(function)} must be a generator function of global batches. It returned: {type(returned).__name__}."
+            f"{name_of(function)} must be a generator function of global batches. "
+            f"It returned: {type(returned).__name__}."
         )
     return iter(returned)
 
 
-def _name(data: Any) -> str:
+def name_of(data: Any) -> str:
+    """Return the name of a stream in messages."""
+    if isinstance(data, tf.data.Dataset):
+        return "The dataset"
     return type(data).__name__ if isinstance(data, keras.utils.PyDataset) else getattr(data, "__name__", repr(data))
 
 
@@ -397,15 +385,18 @@ class FirstPass:
 
     def __init__(self, batches: Iterable[Batch], name: str) -> None:
         self.count = 0
-        self._kept: list[Batch] | None = []
+        """Number of batches."""
+        self._kept: list[Batch] = []
+        self.kept = True
+        """Whether the batches are still kept."""
         begin, size, warned = time.monotonic(), 0, False
         for batch in batches:
             self.count += 1
             size += _bytes(batch)
-            if self._kept is not None:
-                self._kept.append(batch)
             if size > KEPT_MB * 2**20:
-                self._kept = None
+                self.drop()
+            if self.kept:
+                self._kept.append(batch)
             if not warned and time.monotonic() - begin > COUNTING_S:
                 warned = True
                 warn_on_first(
@@ -414,23 +405,18 @@ class FirstPass:
                     stacklevel=2,
                 )
 
-    @property
-    def kept(self) -> bool:
-        """Whether the batches are still kept."""
-        return self._kept is not None
-
     def drop(self) -> None:
         """Release the batches."""
-        self._kept = None
+        self.kept, self._kept = False, []
 
     def take(self, start: int) -> Iterator[Batch]:
         """Yield the kept batches from number `start` on, then release them."""
-        yield from (self._kept or [])[start:]
+        yield from self._kept[start:]
         self.drop()
 
 
 def _bytes(batch: Batch) -> int:
-    tensors = [part for part in tf.nest.flatten(tuple(batch)) if tf.is_tensor(part)]
+    tensors = [part for part in tf.nest.flatten(tuple(batch), expand_composites=True) if tf.is_tensor(part)]
     return sum(
         int(tf.reduce_sum(tf.strings.length(tensor)))
         if tensor.dtype == tf.string

@@ -16,6 +16,7 @@ from hvdtrain.data.digits import load_digits
 from hvdtrain.data.pipeline import ReadOptions, SourceEvaluation, SourceTraining
 from hvdtrain.data.registry import load_splits
 from hvdtrain.data.streams.dataset_batches import DatasetTraining
+from hvdtrain.data.streams.python_batches import Cut
 from hvdtrain.training.inputs import training_data, validation_batches
 from tests.unit.gathering import on_ranks
 
@@ -146,16 +147,20 @@ def dataset_of(count, batch):
     return tf.data.Dataset.from_tensor_slices((np.arange(count), np.zeros(count))).batch(batch)
 
 
+def dataset_training(dataset, batch=4, index=0, size=1, **options):
+    return DatasetTraining(dataset, Cut(batch, index, size, "The dataset"), **options)
+
+
 @pytest.mark.parametrize("size", [1, 4, 5])
 def test_a_dataset_is_cut_and_repeated_with_its_uneven_tail(size):
-    parts = [taken(DatasetTraining(dataset_of(70, 60), batch=60, index=i, size=size), 4) for i in range(size)]
+    parts = [taken(dataset_training(dataset_of(70, 60), 60, i, size), 4) for i in range(size)]
     together = [[sample for part in parts for sample in part[step]] for step in range(4)]
     assert together == [list(range(60)), list(range(60, 70))] * 2
 
 
 @pytest.mark.parametrize("start", [1, 3, 7])
 def test_a_dataset_goes_on_at_any_step(start):
-    data = DatasetTraining(dataset_of(10, 4), batch=4, index=0, size=1)
+    data = dataset_training(dataset_of(10, 4))
     assert taken(data, 3, start) == taken(data, 10)[start : start + 3]
 
 
@@ -168,14 +173,14 @@ def test_a_dataset_goes_on_at_any_step(start):
     ],
 )
 def test_the_batches_of_a_dataset_are_counted(dataset, count):
-    assert DatasetTraining(dataset, batch=4, index=0, size=1).steps_per_epoch == count
+    assert dataset_training(dataset).steps_per_epoch == count
 
 
 def test_an_endless_dataset_needs_steps_per_epoch():
     endless = dataset_of(10, 4).repeat()
     with pytest.raises(ConfigError, match="never ends: pass steps_per_epoch"):
-        DatasetTraining(endless, batch=4, index=0, size=1)
-    data = DatasetTraining(endless, batch=4, index=0, size=1, steps_per_epoch=2)
+        dataset_training(endless)
+    data = dataset_training(endless, steps_per_epoch=2)
     assert data.steps_per_epoch == 2
     assert taken(data, 2, start=2) == [[8, 9], [0, 1, 2, 3]]
 
@@ -183,7 +188,7 @@ def test_an_endless_dataset_needs_steps_per_epoch():
 @pytest.mark.parametrize("dataset", [dataset_of(10, 4).take(0), dataset_of(10, 4).filter(lambda *_: False)])
 def test_an_empty_dataset_is_refused(dataset):
     with pytest.raises(DataError, match="The dataset is empty"):
-        DatasetTraining(dataset, batch=4, index=0, size=1)
+        dataset_training(dataset)
 
 
 # -- what fit takes --

@@ -14,6 +14,7 @@ from hvdtrain.backends.single import SingleBackend
 from hvdtrain.data.batch import slice_batch
 from hvdtrain.data.streams import python_batches
 from hvdtrain.data.streams.dataset_batches import DatasetTraining
+from hvdtrain.data.streams.python_batches import Cut
 from hvdtrain.data.streams.sharded_dataset import sharded
 from hvdtrain.training.inputs import training_data, with_class_weights
 from tests.unit.gathering import on_ranks
@@ -244,7 +245,7 @@ def test_no_pass_begins_that_is_not_trained():
 
     kinds = tf.TensorSpec((), "int64")
     dataset = tf.data.Dataset.from_generator(samples, output_signature=kinds).map(lambda x: (x, x)).batch(2)
-    data = DatasetTraining(dataset, batch=2, index=0, size=1, steps_per_epoch=3)
+    data = DatasetTraining(dataset, Cut(2, 0, 1, "it"), steps_per_epoch=3)
     batches = data.batches(0)
     for step in range(7):
         next(batches)

@@ -12,7 +12,7 @@ import pytest
 from hvdtrain.backends.single import SingleBackend
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.streams import python_batches
-from hvdtrain.data.streams.python_batches import GeneratorTraining, PyDatasetTraining, StreamEvaluation, ahead
+from hvdtrain.data.streams.python_batches import Cut, GeneratorTraining, PyDatasetTraining, StreamEvaluation, ahead
 from hvdtrain.training.inputs import training_data, validation_batches, with_class_weights
 from hvdtrain.training.trainer import Trainer
 from tests.builders import samples
@@ -56,13 +56,12 @@ def generator(count=COUNT, batch=BATCH):
 
 def py_training(dataset=None, *, batch=BATCH, index=0, size=1, seed=0, shuffle=False, steps_per_epoch=None):
     dataset = Batches() if dataset is None else dataset
-    return PyDatasetTraining(
-        dataset, batch=batch, index=index, size=size, seed=seed, shuffle=shuffle, steps_per_epoch=steps_per_epoch
-    )
+    cut = Cut(batch, index, size, type(dataset).__name__)
+    return PyDatasetTraining(dataset, cut, seed=seed, shuffle=shuffle, steps_per_epoch=steps_per_epoch)
 
 
 def gen_training(function=generator, *, batch=BATCH, index=0, size=1, steps_per_epoch=None):
-    return GeneratorTraining(function, batch=batch, index=index, size=size, steps_per_epoch=steps_per_epoch)
+    return GeneratorTraining(function, Cut(batch, index, size, function.__name__), steps_per_epoch=steps_per_epoch)
 
 
 def held(batch):
@@ -107,7 +106,7 @@ def test_weights_and_several_inputs_are_cut_alike():
         yield {"a": NUMBERS, "b": X}, Y, None
         yield NUMBERS, list(range(COUNT))
 
-    first, second, third = islice(GeneratorTraining(batches, batch=50, index=1, size=2).batches(0), 3)
+    first, second, third = islice(gen_training(batches, batch=50, index=1, size=2).batches(0), 3)
     assert first.inputs[0].numpy().tolist() == list(range(25, 50))
     assert (first.inputs[1].numpy() == X[25:]).all()
     assert first.sample_weight.numpy().tolist() == [number / 2 for number in range(25, 50)]
@@ -116,10 +115,10 @@ def test_weights_and_several_inputs_are_cut_alike():
     assert third.targets.numpy().tolist() == list(range(25, 50))
 
 
-@pytest.mark.parametrize("training", [py_training, gen_training])
-def test_a_batch_that_does_not_divide_is_refused(training):
-    with pytest.raises(ConfigError, match="A batch of 16 samples does not divide among 3 ranks"):
-        training(size=3)
+@pytest.mark.parametrize("data", [Batches(), generator])
+def test_a_batch_that_does_not_divide_is_refused(data):
+    for outcome in on_ranks(3, lambda backend: given(data, backend=backend)):
+        assert str(outcome).startswith("A batch of 16 samples does not divide among 3 ranks")
 
 
 # -- the order of a PyDataset --
