@@ -14,7 +14,7 @@ from hvdtrain.backends.protocol import Among, Capabilities
 from hvdtrain.backends.single import NoOpCollectives
 from hvdtrain.config.parallel import DATA_AXES, HOLDER_AXES, REPLICA_AXES
 from hvdtrain.config.runtime import RuntimeConfig
-from hvdtrain.runtime.control.channel import LocalChannel
+from hvdtrain.runtime.control.channel import ControlChannel
 from hvdtrain.runtime.devices import DevicePlan
 from hvdtrain.runtime.failures import FailFast
 from hvdtrain.runtime.launchers import detect_environment
@@ -130,7 +130,7 @@ def planned(config: RuntimeConfig, mesh: Mesh) -> Iterator[PlannedBackend]:
     """Act as a rank of `mesh` inside the context, without a job."""
     ranks = mesh.size(*mesh.axis_names)
     environment = replace(detect_environment({}), controller="mpi", rank=mesh.rank, size=ranks)
-    control, before = LocalChannel(), current() if has_session() else None
+    control, before = ControlChannel(), current() if has_session() else None
     collectives: Any = {"job": PlannedCollectives(ranks, mesh.rank)}
     world = PlannedWorld(mesh=mesh, hosts=(environment.hostname,) * ranks, collectives=collectives)
     link = Link(environment, control, Watchdog(control, FailFast()))

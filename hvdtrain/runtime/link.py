@@ -9,7 +9,7 @@ from hvdtrain.compat.tensorflow import check_frames_and_threads
 from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.runtime.broken_links import BrokenLinkWatch, Place
 from hvdtrain.runtime.consequences import is_consequence
-from hvdtrain.runtime.control.channel import ControlChannel, LocalChannel, end_process
+from hvdtrain.runtime.control.channel import ControlChannel, end_process
 from hvdtrain.runtime.elastic import Engine, HostsChangedError, Worlds, is_over
 from hvdtrain.runtime.failures import FailFast, FailurePolicy
 from hvdtrain.runtime.hang.position import show_stacks_on_quit
@@ -194,7 +194,7 @@ def open_control(
         LaunchError: ranks are missing (they are named), their secrets differ, or mpi4py does not fit.
     """
     if environment.size == 1 or environment.controller == "none":
-        return LocalChannel()
+        return ControlChannel()
     # The loser is not imported: mpi4py would initialise MPI.
     if environment.controller == "mpi":
         from hvdtrain.runtime.control.mpi import open_mpi

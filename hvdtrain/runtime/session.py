@@ -16,7 +16,7 @@ from hvdtrain.config.parallel import REST, parse_axes
 from hvdtrain.config.runtime import IN_ONE_PROCESS, OF_TF_DISTRIBUTE, WITH_REPLICAS, RuntimeConfig
 from hvdtrain.runtime.broken_links import exchange_places
 from hvdtrain.runtime.control.agreement import agree, installed_versions
-from hvdtrain.runtime.control.channel import ControlChannel, LocalChannel
+from hvdtrain.runtime.control.channel import ControlChannel
 from hvdtrain.runtime.devices import (
     DevicePlan,
     agree_on_gpu,
@@ -68,7 +68,7 @@ class Session:
     def control(self) -> ControlChannel:
         """The channel to the other ranks that work as this one does, without TensorFlow; one that leads has none."""
         led = self.strategy is not None and self.strategy.roles is not None
-        return LocalChannel() if led else self.link.control
+        return ControlChannel() if led else self.link.control
 
     @property
     def elastic(self) -> bool:

@@ -15,29 +15,33 @@ import termios
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 OnWait = Callable[[Sequence[int]], None]
 """Called about once a second while ranks are missing, with these."""
 
 
-class ControlChannel(Protocol):
-    """Messages between the ranks of one job.
+class ControlChannel:
+    """Messages between the ranks of one job; as it stands, of a job of one process.
 
     Exchanges and barriers must come in the same order on every rank. Everything else may be called from any
     thread, also while another one is in `exchange`: failures, and the status board (`post`, `read`), which keeps
     each rank's latest value of each key for whoever wants to see it.
+
+    Args:
+        rank: this process's rank.
+        size: the number of ranks.
     """
 
-    while_waiting: Callable[[], None]
-    """Called about once a second while ranks are missing in an exchange; raises where they will not come."""
-
-    rank: int
-    """This process's rank."""
-    size: int
-    """The number of ranks."""
-    unanswered_s: float
-    """Seconds so far in which `post`, `read` and `failures` waited for answers that did not come."""
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank = rank
+        self.size = size
+        self.while_waiting: Callable[[], None] = lambda: None
+        """Called about once a second while ranks are missing in an exchange; raises where they will not come."""
+        self.unanswered_s = 0.0
+        """Seconds so far in which `post`, `read` and `failures` waited for answers that did not come."""
+        self._posted: dict[str, bytes] = {}
+        """What this rank has posted, in this order."""
 
     def exchange(self, payload: bytes, *, timeout: float) -> list[bytes]:
         """Give ``payload`` to every rank and return what each gave, in rank order.
@@ -47,6 +51,7 @@ class ControlChannel(Protocol):
                 signed with the job's secret (its sender is named). The channel is of no further use then,
                 except for failures and the end.
         """
+        return [payload]
 
     def barrier(self, timeout: float, *, on_wait: OnWait | None = None) -> None:
         """Wait until every rank is here, as `exchange` does."""
@@ -59,6 +64,9 @@ class ControlChannel(Protocol):
         Raises:
             LaunchError: the transport is broken.
         """
+        self._posted.pop(key, None)
+        if value:
+            self._posted[key] = value
 
     def read(self, key: str) -> dict[int, bytes]:
         """Return, by rank, what was posted last under ``key`` or below it (``key/…``), this rank's too.
@@ -69,15 +77,19 @@ class ControlChannel(Protocol):
         Raises:
             LaunchError: the transport is broken.
         """
+        value = latest_post(self._posted, key)
+        return {} if value is None else {self.rank: value}
 
     def report_failure(self, text: str) -> None:
         """Tell all other ranks why this one fails; takes at most about two seconds and never raises."""
 
     def failures(self) -> dict[int, str]:
         """Return what other ranks have reported so far, by rank; does not wait and never raises."""
+        return {}
 
     def abort(self, code: int) -> NoReturn:
         """End the whole job, as far as the launcher lets one process do that, with exit code ``code``."""
+        end_process(code)
 
     def close(self) -> None:
         """Give back what the channel holds; does not wait for the other ranks. Closing twice is fine."""
@@ -134,40 +146,3 @@ def name_ranks(ranks: Iterable[int], most: int = 8) -> str:
     left = sum(b - a + 1 for a, b in zip(starts[most:], ends[most:], strict=True))
     text = ", ".join(pieces[:most]) + (f" and {left} more" if left else "")
     return f"{'rank' if len(ordered) == 1 else 'ranks'} {text}"
-
-
-class LocalChannel:
-    """The channel of a process that is alone."""
-
-    def __init__(self) -> None:
-        self.rank, self.size, self.unanswered_s = 0, 1, 0.0
-        self.while_waiting: Callable[[], None] = lambda: None
-        """Never called: there is nobody to wait for."""
-        self._posted: dict[str, bytes] = {}
-
-    def exchange(self, payload: bytes, *, timeout: float) -> list[bytes]:
-        return [payload]
-
-    def barrier(self, timeout: float, *, on_wait: OnWait | None = None) -> None:
-        """Return: everybody is here."""
-
-    def post(self, key: str, value: bytes) -> None:
-        self._posted.pop(key, None)
-        if value:
-            self._posted[key] = value
-
-    def read(self, key: str) -> dict[int, bytes]:
-        value = latest_post(self._posted, key)
-        return {} if value is None else {0: value}
-
-    def report_failure(self, text: str) -> None:
-        """Do nothing: there is nobody to tell."""
-
-    def failures(self) -> dict[int, str]:
-        return {}
-
-    def abort(self, code: int) -> NoReturn:
-        end_process(code)
-
-    def close(self) -> None:
-        """Do nothing: nothing is held."""

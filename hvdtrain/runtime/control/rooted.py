@@ -9,12 +9,12 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal, NoReturn, Protocol
 
 from hvdtrain.config.errors import LaunchError, MissingRankError
-from hvdtrain.runtime.control.channel import OnWait, flush_output, latest_post, name_ranks
+from hvdtrain.runtime.control.channel import ControlChannel, OnWait, flush_output, latest_post, name_ranks
 from hvdtrain.runtime.control.signing import Signer
 
 _MOST_NAMED = 64
@@ -133,57 +133,15 @@ class _Refusals:
         return next((self.seen[sender][2] for sender in senders if sender in self.seen), None)
 
 
-class _StatusBoard:
-    """The latest value of each key and rank. Every method may be called from any thread.
+class RootedChannel(ControlChannel):
+    """A control channel whose messages pass through rank 0.
 
-    A rank's entries travel together, signed and with a version: an older message never replaces a newer one, and a
+    What a rank has posted travels together, signed and with a version: an older board never replaces a newer one, and a
     forged one is passed over.
     """
 
-    def __init__(self, transport: Transport, signer: Signer, rank: int) -> None:
-        self._transport = transport
-        self._signer = signer
-        self._rank = rank
-        self._lock = threading.Lock()
-        self._versions = {rank: 0}
-        self._entries: dict[int, dict[str, bytes]] = {rank: {}}
-        """Of each rank what it has posted, in this order."""
-
-    def post(self, key: str, value: bytes) -> None:
-        with self._lock:
-            mine = self._entries[self._rank]
-            mine.pop(key, None)
-            if value:
-                mine[key] = value
-            version = self._versions[self._rank] = self._versions[self._rank] + 1
-            text = json.dumps({name: value.decode("latin-1") for name, value in mine.items()}).encode()
-            message = self._signer.sign(text, purpose="board", sequence=version, sender=self._rank)
-            self._transport.post(version.to_bytes(_VERSION_BYTES, "big") + message)
-
-    def read(self, key: str) -> dict[int, bytes]:
-        with self._lock:
-            for rank, message in self._transport.posted().items():
-                version = int.from_bytes(message[:_VERSION_BYTES], "big")
-                if version > self._versions.get(rank, -1):
-                    with contextlib.suppress(LaunchError):  # forged: as if it had not come
-                        text = self._signer.open(
-                            message[_VERSION_BYTES:], purpose="board", sequence=version, sender=rank
-                        )
-                        entries = json.loads(text).items()
-                        self._entries[rank] = {name: value.encode("latin-1") for name, value in entries}
-                        self._versions[rank] = version
-            found = {rank: latest_post(entries, key) for rank, entries in sorted(self._entries.items())}
-            return {rank: value for rank, value in found.items() if value is not None}
-
-
-class RootedChannel:
-    """A `ControlChannel` whose messages pass through rank 0."""
-
     def __init__(self, transport: Transport, signer: Signer, rank: int, size: int) -> None:
-        self.rank = rank
-        self.size = size
-        self.unanswered_s = 0.0
-        self.while_waiting: Callable[[], None] = lambda: None
+        super().__init__(rank, size)
         self._transport = transport
         self._signer = signer
         self._sequence = 0
@@ -191,7 +149,11 @@ class RootedChannel:
         self._reading_failures = threading.Lock()
         self._failures: dict[int, str] = {}
         self._closed = False
-        self._board = _StatusBoard(transport, signer, rank)
+        self._board = threading.Lock()
+        self._version = 0
+        """Of this rank's own board."""
+        self._boards: dict[int, tuple[int, dict[str, bytes]]] = {}
+        """Of each other rank the version and what it has posted, in this order."""
 
     def exchange(self, payload: bytes, *, timeout: float) -> list[bytes]:
         return self._exchange(payload, timeout)
@@ -207,12 +169,26 @@ class RootedChannel:
         self._exchange(b"", timeout, on_wait=on_wait)
 
     def post(self, key: str, value: bytes) -> None:
-        with self._measured():
-            self._board.post(key, value)
+        with self._measured(), self._board:
+            super().post(key, value)
+            self._version += 1
+            text = json.dumps({name: value.decode("latin-1") for name, value in self._posted.items()}).encode()
+            message = self._signer.sign(text, purpose="board", sequence=self._version, sender=self.rank)
+            self._transport.post(self._version.to_bytes(_VERSION_BYTES, "big") + message)
 
     def read(self, key: str) -> dict[int, bytes]:
-        with self._measured():
-            return self._board.read(key)
+        with self._measured(), self._board:
+            for rank, message in self._transport.posted().items():
+                version = int.from_bytes(message[:_VERSION_BYTES], "big")
+                if version > self._boards.get(rank, (-1, {}))[0]:
+                    with contextlib.suppress(LaunchError):  # forged: as if it had not come
+                        signed = message[_VERSION_BYTES:]
+                        text = self._signer.open(signed, purpose="board", sequence=version, sender=rank)
+                        entries = {name: value.encode("latin-1") for name, value in json.loads(text).items()}
+                        self._boards[rank] = version, entries
+            boards = {rank: entries for rank, (_, entries) in self._boards.items()} | {self.rank: self._posted}
+            found = {rank: latest_post(entries, key) for rank, entries in sorted(boards.items())}
+            return {rank: value for rank, value in found.items() if value is not None}
 
     def report_failure(self, text: str) -> None:
         message = self._signer.sign(text.encode(), purpose="failure", sequence=0, sender=self.rank)

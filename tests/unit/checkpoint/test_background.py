@@ -18,7 +18,7 @@ from hvdtrain.checkpoint.checkpointer import Checkpointer
 from hvdtrain.checkpoint.naming import complete
 from hvdtrain.checkpoint.restore import restore
 from hvdtrain.config.errors import CheckpointError
-from hvdtrain.runtime.control.channel import LocalChannel
+from hvdtrain.runtime.control.channel import ControlChannel
 from hvdtrain.state.named_tensors import NamedTensor
 from hvdtrain.state.scalars import Scalars
 from tests.unit.threaded_ranks import as_ranks
@@ -62,7 +62,7 @@ def values(path, state):
 
 def test_training_goes_on_while_a_checkpoint_is_written_as_it_was_copied(tmp_path, monkeypatch):
     gate, state = Gate(monkeypatch), State()
-    saver = BackgroundSaver(Checkpointer(tmp_path), LocalChannel())
+    saver = BackgroundSaver(Checkpointer(tmp_path), ControlChannel())
     state.step(1)
     saver(state)
     state.step(2)  # the writer has not begun to read
@@ -76,7 +76,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_as_it_was_copied(tmp_pat
 
 def test_a_second_save_waits_for_the_first(tmp_path, monkeypatch):
     gate, state = Gate(monkeypatch), State()
-    saver = BackgroundSaver(Checkpointer(tmp_path), LocalChannel())
+    saver = BackgroundSaver(Checkpointer(tmp_path), ControlChannel())
     state.step(1)
     saver(state)
     threading.Timer(0.3, gate.open.set).start()
@@ -92,7 +92,7 @@ def test_a_second_save_waits_for_the_first(tmp_path, monkeypatch):
 
 def test_what_fails_in_the_background_is_raised_by_the_next_call(tmp_path, monkeypatch):
     state = State()
-    saver = BackgroundSaver(Checkpointer(tmp_path), LocalChannel())
+    saver = BackgroundSaver(Checkpointer(tmp_path), ControlChannel())
 
     def full(*arguments):
         raise OSError(28, "No space left on device")
@@ -186,7 +186,7 @@ def test_a_rank_that_is_gone_keeps_nobody_waiting(tmp_path):
 def test_the_wait_for_other_ranks_is_bounded_by_the_clock(tmp_path, monkeypatch):
     """A store that takes a second to answer costs a second, whatever the pause between two questions."""
 
-    class SlowBoard(LocalChannel):
+    class SlowBoard(ControlChannel):
         size, seconds, reads = 2, 0.0, 0
 
         def post(self, key, payload):

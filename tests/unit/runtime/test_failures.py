@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.runtime.consequences import is_consequence
-from hvdtrain.runtime.control.channel import ControlChannel, LocalChannel
+from hvdtrain.runtime.control.channel import ControlChannel
 from hvdtrain.runtime.failures import EXIT_HANG, FailFast, Grace, ScriptExit, show_failure
 from hvdtrain.runtime.watchdog import Watchdog
 from tests.unit.threaded_ranks import as_ranks, place
@@ -167,7 +167,7 @@ def test_consequences_without_a_cause_are_shown_once_and_soon():
     assert time.monotonic() - began < 10.0
 
 
-@pytest.mark.parametrize("control", [LocalChannel(), None])
+@pytest.mark.parametrize("control", [ControlChannel(), None])
 @pytest.mark.parametrize(
     ("error", "code", "text"),
     [
@@ -453,7 +453,7 @@ def test_a_stopped_watchdog_ends_nothing():
 
 
 def test_a_watchdog_over_one_process_does_nothing():
-    watchdog = Watchdog(LocalChannel(), FailFast())
+    watchdog = Watchdog(ControlChannel(), FailFast())
     watchdog.start()
     watchdog.stop()
 

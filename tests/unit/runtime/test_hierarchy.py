@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError, LaunchError
 from hvdtrain.config.runtime import RuntimeConfig
-from hvdtrain.runtime.control.channel import LocalChannel
+from hvdtrain.runtime.control.channel import ControlChannel
 from hvdtrain.runtime.hierarchy import host_grid, sum_by_host
 from hvdtrain.runtime.hierarchy_choice import HOROVOD_VARIABLE, choose_hierarchy, resolve_hierarchy
 from hvdtrain.runtime.mesh import Mesh
@@ -128,7 +128,7 @@ def test_options_that_cannot_work_are_refused(options, message):
 @pytest.mark.parametrize(("choice", "said"), [("auto", False), ("never", False), ("always", True)])
 def test_an_option_without_effect_is_named(choice, said):
     world = World(mesh=Mesh.of({}, 0, 4), hosts=tuple("aaaa"), collectives={"dp": SimpleNamespace(by_host=None)})
-    remarks = choose_hierarchy(world, choice, LocalChannel(), 1.0).remarks
+    remarks = choose_hierarchy(world, choice, ControlChannel(), 1.0).remarks
     expected = (
         "note: --hierarchical-allreduce=always has no effect: it needs several hosts, and several ranks on one of "
         "them. Received: 4 ranks on 1 host."

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from hvdtrain.runtime.control.channel import LocalChannel
+from hvdtrain.runtime.control.channel import ControlChannel
 from hvdtrain.runtime.stopping import StopAgreement, Stopped
 from tests.unit.threaded_ranks import as_ranks
 
@@ -59,7 +59,7 @@ def test_ranks_that_exchange_nothing_for_a_while_stop_after_the_step_of_the_fast
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 75), (signal.SIGINT, 130)])
 def test_a_process_that_is_alone_stops_after_the_next_step(number, code):
-    rank = Rank(LocalChannel(), asks_at=3, number=number, pause=0.05)
+    rank = Rank(ControlChannel(), asks_at=3, number=number, pause=0.05)
     assert (rank.code, rank.ended) == (code, [])
     assert rank.last <= 6
 
@@ -86,13 +86,13 @@ def test_a_rank_that_does_not_answer_is_named_when_the_time_of_grace_is_over(cap
 
 
 def test_a_step_that_takes_longer_than_the_time_of_grace_ends_the_process(capsys):
-    rank = Rank(LocalChannel(), asks_at=1, grace=0.2, pause=0.4)
+    rank = Rank(ControlChannel(), asks_at=1, grace=0.2, pause=0.4)
     assert rank.ended == [75]
     assert re.search(r"the last step, \d, was not reached and saved", capsys.readouterr().err)
 
 
 def test_a_training_that_ends_meanwhile_leaves_no_thread():
-    with StopAgreement(LocalChannel(), "1", 0, grace=9.0) as agreement:
+    with StopAgreement(ControlChannel(), "1", 0, grace=9.0) as agreement:
         agreement.begin(1)
     agreement.request(signal.SIGTERM)
     assert "hvdtrain-stopping" not in [thread.name for thread in threading.enumerate()]

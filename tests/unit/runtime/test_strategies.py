@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from hvdtrain.config.errors import ConfigError, LaunchError
-from hvdtrain.config.runtime import IN_ONE_PROCESS, OF_TF_DISTRIBUTE, RuntimeConfig
-from hvdtrain.runtime.control.channel import LocalChannel
+from hvdtrain.config.runtime import IN_ONE_PROCESS, RuntimeConfig
+from hvdtrain.runtime.control.channel import ControlChannel
 from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.link import Link
 from hvdtrain.runtime.session import Session, wants_horovod
@@ -31,7 +31,7 @@ ADDRESSES = ["a:1", "a:2", "b:3", "b:4"]
 
 
 def opened(backend, **options):
-    return open_strategy(RuntimeConfig(backend=backend, **options), ALONE, LocalChannel(), timeout=1)
+    return open_strategy(RuntimeConfig(backend=backend, **options), ALONE, ControlChannel(), timeout=1)
 
 
 def place(rank, size):
@@ -105,10 +105,6 @@ def test_workers_that_come_too_late_are_told_so(monkeypatch):
 
 def test_one_device_is_one_replica():
     assert opened("one_device").strategy.num_replicas_in_sync == 1
-
-
-def test_every_strategy_can_be_named():
-    assert {RuntimeConfig(backend=name).backend for name in OF_TF_DISTRIBUTE} == set(OF_TF_DISTRIBUTE)
 
 
 # -- TF_CONFIG --
@@ -186,13 +182,11 @@ def test_a_tf_config_that_fits_is_taken():
     ],
 )
 def test_a_tf_config_of_another_job_is_refused(found, environment, tasks, message):
+    text = json.dumps(found)
     with pytest.raises(LaunchError, match=message):
-        check_given(json.dumps(found), environment, tasks)
-
-
-def test_a_tf_config_that_is_not_json_is_refused():
+        check_given(text, environment, tasks)
     with pytest.raises(LaunchError, match="cannot be read"):
-        check_given('{"cluster', place(1, 2), WORKERS)
+        check_given(text[:-1], environment, tasks)
 
 
 # -- the ranks of a parameter server's job --
@@ -227,5 +221,5 @@ def test_who_leads_has_nobody_to_agree_with_and_who_serves_has_nothing_to_do():
     server = session(name="parameter_server", strategy=None, roles=FOUR, server=object())
     plain = session(name="mirrored", strategy=object())
     assert (chief.serves, server.serves, plain.serves) == (False, True, False)
-    assert isinstance(chief.control, LocalChannel)
+    assert type(chief.control) is ControlChannel
     assert plain.control is channel

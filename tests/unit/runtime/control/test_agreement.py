@@ -7,7 +7,7 @@ import pytest
 from hvdtrain.config.errors import ConfigError, DataError, LaunchError, MissingRankError, UserError
 from hvdtrain.runtime.control import agreement
 from hvdtrain.runtime.control.agreement import agree, installed_versions, on_first, together
-from hvdtrain.runtime.control.channel import LocalChannel
+from hvdtrain.runtime.control.channel import ControlChannel
 from tests.unit.threaded_ranks import as_ranks
 
 
@@ -100,7 +100,7 @@ def test_the_first_ranks_mistake_is_raised_on_all():
 
 
 def test_one_process_agrees_with_itself():
-    channel = LocalChannel()
+    channel = ControlChannel()
     agree(channel, {"a": "1"}, timeout=1)
     assert together(channel, lambda: 7, timeout=1) == 7
     assert on_first(channel, lambda: b"x", timeout=1) == b"x"

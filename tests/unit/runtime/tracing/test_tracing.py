@@ -9,7 +9,7 @@ import pytest
 
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.observability import TraceConfig, trace_config
-from hvdtrain.runtime.control.channel import LocalChannel
+from hvdtrain.runtime.control.channel import ControlChannel
 from hvdtrain.runtime.launchers import place
 from hvdtrain.runtime.session import new_trace
 from hvdtrain.runtime.tracing.merge import (
@@ -152,7 +152,7 @@ def test_viewers_open_the_file_of_a_rank_that_was_killed(tmp_path):
     """They add the last bracket of Chrome's array format, and take away a comma before it."""
     trace = Trace(TraceConfig(tmp_path / "trace.json"), {})
     trace.prepare(rank_0_of(1))
-    trace.begin(LocalChannel())
+    trace.begin(ControlChannel())
     with traced_step(trace, 7):
         pass
     trace.record_event({"name": "MatMul", "ts": 1.0, "dur": 2.0, "row": "TensorFlow: tf_Compute"})
@@ -210,7 +210,7 @@ def test_phases_and_steps_of_a_process_are_recorded(tmp_path, monkeypatch):
     trace = Trace(TraceConfig(file), environ)
     trace.prepare(rank_0_of(1))
     assert environ[TIMELINE].startswith(str(parts_folder(file).absolute()))
-    trace.begin(LocalChannel())
+    trace.begin(ControlChannel())
     now = [time.monotonic_ns()]
     monkeypatch.setattr(trace, "now", lambda: now[0])  # the machine's own pauses would lengthen a phase
     activity = TracedActivity(trace)
@@ -223,7 +223,7 @@ def test_phases_and_steps_of_a_process_are_recorded(tmp_path, monkeypatch):
         pass
     with traced_step(None, 8):
         pass
-    trace.finish(LocalChannel())
+    trace.finish(ControlChannel())
     (events,) = rows_of(file).values()
     assert [event["name"] for event in events] == ["step 1 (compiles)", "step 2", "callbacks", "step 7"]
     assert not parts_folder(file).exists()
