@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 from hvdtrain.config.errors import SetupError
 from hvdtrain.installation.steps import output_of, short_hash
-from hvdtrain.runtime.diagnosis.software import TENSORFLOW
+from hvdtrain.runtime.diagnosis.diagnose import TENSORFLOW
 from hvdtrain.runtime.python_environment import PythonEnvironment
 
 Choice = Literal["auto", "nccl", "none"]

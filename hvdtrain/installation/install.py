@@ -20,8 +20,7 @@ from hvdtrain.installation.build import TENSORFLOW_NAMES, build_wheel, cache_fol
 from hvdtrain.installation.gpu import Gpu, choose_gpu
 from hvdtrain.installation.mpi import OPENMPI, Mpi, choose_mpi
 from hvdtrain.installation.steps import Pip, Steps, install_with, say
-from hvdtrain.runtime.diagnosis.diagnose import check_gloo, check_horovod_alone, check_mpi, check_mpi_alone
-from hvdtrain.runtime.diagnosis.software import TENSORFLOW
+from hvdtrain.runtime.diagnosis.diagnose import TENSORFLOW, check_gloo, check_horovod_alone, check_mpi, check_mpi_alone
 from hvdtrain.runtime.horovod_patches import patched_version
 from hvdtrain.runtime.python_environment import PythonEnvironment
 

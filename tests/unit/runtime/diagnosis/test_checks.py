@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.runtime.diagnosis import machine, software
+from hvdtrain.runtime.diagnosis import diagnose, machine
 from hvdtrain.runtime.diagnosis.machine import GIB, MIB, cpu_quota, memory_limits, ok, read_machine
 from hvdtrain.runtime.horovod_patches import patched_version, series_hashes
 from hvdtrain.runtime.malloc import Malloc
@@ -40,7 +40,7 @@ class TestSoftware:
         [((3, 10, 9), "failed"), ((3, 11, 2), "ok"), ((3, 13, 0), "ok"), ((3, 14, 0), "failed"), ((4, 0), "failed")],
     )
     def test_python(self, version: tuple[int, ...], status: str) -> None:
-        assert software.check_python(version).status == status
+        assert diagnose.check_python(version).status == status
 
     @pytest.mark.parametrize(
         ("found", "status", "detail"),
@@ -53,7 +53,7 @@ class TestSoftware:
         ],
     )
     def test_tensorflow(self, found: dict[str, Any], status: str, detail: str) -> None:
-        check = software.check_tensorflow(found)
+        check = diagnose.check_tensorflow(found)
         assert (check.status, bool(check.fix)) == (status, status != "ok")
         assert detail in check.detail
 
@@ -69,7 +69,7 @@ class TestSoftware:
         ],
     )
     def test_keras(self, found: dict[str, Any], status: str, detail: str) -> None:
-        check = software.check_keras(found)
+        check = diagnose.check_keras(found)
         assert (check.status, bool(check.fix)) == (status, status != "ok")
         assert detail in check.detail
 
@@ -91,8 +91,8 @@ class TestSoftware:
         ],
     )
     def test_horovod(self, change: dict[str, Any], status: str, detail: str) -> None:
-        check = software.check_horovod(HOROVOD | change, TENSORFLOW)
-        assert (check.status, software.SETUP in check.fix) == (status, status != "ok")
+        check = diagnose.check_horovod(HOROVOD | change, TENSORFLOW)
+        assert (check.status, diagnose.SETUP in check.fix) == (status, status != "ok")
         assert detail in check.detail
 
     @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ class TestSoftware:
         ],
     )
     def test_controllers(self, gloo: bool, mpi: bool, status: str, detail: str) -> None:
-        check = software.check_controllers(HOROVOD | {"gloo": gloo, "mpi": mpi})
+        check = diagnose.check_controllers(HOROVOD | {"gloo": gloo, "mpi": mpi})
         assert check.status == status
         assert detail in check.detail
 
@@ -122,7 +122,7 @@ class TestSoftware:
         ],
     )
     def test_what_an_mpi_says_of_itself(self, text: str, identity: str | None) -> None:
-        assert software.mpi_identity(text) == identity
+        assert diagnose.mpi_identity(text) == identity
 
     @pytest.mark.parametrize(
         ("mpirun", "mpi4py", "status", "detail"),
@@ -142,15 +142,15 @@ class TestSoftware:
     )
     def test_mpi(self, program: Program, mpirun: str, mpi4py: dict[str, Any], status: str, detail: str) -> None:
         program("mpirun", mpirun)
-        check = software.check_mpi(HOROVOD, mpi4py)
+        check = diagnose.check_mpi_library(HOROVOD, mpi4py)
         assert check.status == status
         assert detail in check.detail
 
     def test_mpirun_missing(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setenv("PATH", str(tmp_path))
-        check = software.check_mpi(HOROVOD, {"library": OPEN_MPI})
+        check = diagnose.check_mpi_library(HOROVOD, {"library": OPEN_MPI})
         assert (check.status, "mpirun is not on PATH" in check.detail) == ("failed", True)
-        assert software.check_mpi(HOROVOD | {"mpi": False}, {"missing": True}).status == "ok"
+        assert diagnose.check_mpi_library(HOROVOD | {"mpi": False}, {"missing": True}).status == "ok"
 
 
 class TestHost:
