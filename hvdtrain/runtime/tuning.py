@@ -29,11 +29,11 @@ with these flags in 1.0 s."""
 
 GLOO_PATIENCE = "HOROVOD_GLOO_TIMEOUT_SECONDS"
 
-PATIENCE = {GLOO_PATIENCE: "300"}
+PATIENCE = "300"
 """Gloo ends a job whose ranks heard nothing of one for so many seconds (its own: 30). A machine that swaps or is saved
 stands still for longer; of a rank that failed the others hear at once, over the control channel."""
 
-PATIENCE_IF_ELASTIC = {GLOO_PATIENCE: "60"}
+PATIENCE_IF_ELASTIC = "60"
 """The job goes on without a rank that has fallen silent for so long, or has not connected since all others have: it
 starts Horovod as soon as TensorFlow is imported."""
 LEAST_PATIENCE = 10
@@ -59,7 +59,7 @@ def set_exchange_defaults(environ: MutableMapping[str, str], *, elastic: bool = 
         elastic: whether the job goes on without ranks that are lost.
     """
     patience = PATIENCE_IF_ELASTIC if elastic else PATIENCE
-    for name, value in {**EXCHANGE_DEFAULTS, **TCP_PROTOCOL, **patience}.items():
+    for name, value in {**EXCHANGE_DEFAULTS, **TCP_PROTOCOL, GLOO_PATIENCE: patience}.items():
         environ.setdefault(name, value)
     leave_out_bridges(environ)
     if not any(name.startswith(TUNED) for name in environ):
@@ -75,9 +75,8 @@ def set_exchange_defaults(environ: MutableMapping[str, str], *, elastic: bool = 
 
 def outlast_hangs(environ: MutableMapping[str, str], hang_timeout: float) -> None:
     """Let Gloo wait longer than the watchdog does, which names the ranks; unless the user has set for how long."""
-    for name, value in PATIENCE.items():
-        if environ.get(name) == value:
-            environ[name] = str(max(int(value), math.ceil(hang_timeout) + 60))
+    if environ.get(GLOO_PATIENCE) == PATIENCE:
+        environ[GLOO_PATIENCE] = str(max(int(PATIENCE), math.ceil(hang_timeout) + 60))
 
 
 def lose_silent_ranks(environ: MutableMapping[str, str], hang_timeout: float) -> None:
@@ -85,9 +84,9 @@ def lose_silent_ranks(environ: MutableMapping[str, str], hang_timeout: float) ->
 
     Unless the user has set for how long. `horovodrun` counts the same seconds.
     """
-    for name, value in PATIENCE_IF_ELASTIC.items():
-        if environ.get(name) == value and hang_timeout:
-            environ[name] = str(min(int(value), max(LEAST_PATIENCE, math.ceil(hang_timeout))))
+    if environ.get(GLOO_PATIENCE) == PATIENCE_IF_ELASTIC and hang_timeout:
+        seconds = min(int(PATIENCE_IF_ELASTIC), max(LEAST_PATIENCE, math.ceil(hang_timeout)))
+        environ[GLOO_PATIENCE] = str(seconds)
 
 
 def fuse_nothing(environ: MutableMapping[str, str]) -> None:

@@ -15,7 +15,7 @@ from hvdtrain.runtime.control.channel import ControlChannel, gather, name_ranks
 T = TypeVar("T")
 
 # One importable package may come from distributions of several names.
-_DISTRIBUTIONS = {
+DISTRIBUTIONS = {
     "tensorflow": ("tensorflow", "tensorflow-cpu", "tf-nightly"),
     "keras": ("keras", "keras-nightly"),
     "horovod": ("horovod",),
@@ -32,7 +32,7 @@ def version_of(*distributions: str) -> str | None:
 
 def installed_versions() -> dict[str, str]:
     """Return the versions of Python, TensorFlow, Keras and Horovod, without importing any of them."""
-    packages = {name: version_of(*names) or "not installed" for name, names in _DISTRIBUTIONS.items()}
+    packages = {name: version_of(*names) or "not installed" for name, names in DISTRIBUTIONS.items()}
     return {"python": platform.python_version(), **packages}
 
 

@@ -15,7 +15,7 @@ from hvdtrain.config.elastic import ElasticConfig
 from hvdtrain.config.errors import ConfigError, LaunchError, MissingRankError
 from hvdtrain.data.batch import per_replica
 from hvdtrain.runtime.broken_links import sockets
-from hvdtrain.runtime.elastic import Engine, HostNotices, HostsChangedError, is_over, threads
+from hvdtrain.runtime.elastic import Engine, HostsChangedError, Worlds, is_over, threads
 from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.objects import wait_for_all
 from hvdtrain.state.train_state import TrainState
@@ -130,15 +130,18 @@ def test_an_engine_that_has_stopped_cuts_its_connections():
             pass  # what was opened later is none of Horovod's
 
 
-def test_hosts_that_change_are_noted_until_the_next_world():
-    hosts = HostNotices()
-    assert not hosts.changed
-    thread = threading.Thread(target=hosts.on_hosts_updated, args=(1, None))
+def test_hosts_that_change_are_noted_until_the_next_world(monkeypatch):
+    worlds = Worlds({})
+    assert not worlds.hosts_changed
+    thread = threading.Thread(target=worlds.on_hosts_updated, args=(1, None))
     thread.start()
     thread.join()
-    assert hosts.changed
-    hosts.forget()
-    assert not hosts.changed
+    assert worlds.hosts_changed
+    worlds.entered = 1
+    monkeypatch.setattr("hvdtrain.runtime.elastic.take_next_place", lambda *place: None)
+    monkeypatch.setattr(worlds, "listen", lambda: None)
+    worlds.enter(1.0)
+    assert not worlds.hosts_changed
 
 
 @pytest.fixture
