@@ -2,6 +2,7 @@
 
 import io
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,25 +11,10 @@ from rich.console import Console
 
 from hvdtrain.observability import wording
 from hvdtrain.observability.console import Frame, LiveDisplay, PlainConsole, make_console
-from hvdtrain.observability.events import EpochRecord, EvaluationRecord, Observer, RunInfo, StepRecord
+from hvdtrain.observability.events import EpochRecord, EvaluationRecord, Observer, StepRecord
+from tests import builders
 
-
-def run_info(**changes: object) -> RunInfo:
-    fields = {
-        "recipe": "digits",
-        "backend": "horovod",
-        "world_size": 2,
-        "launcher": "horovodrun",
-        "controller": "mpi",
-        "global_batch": 64,
-        "per_replica_batch": 32,
-        "total_steps": 230,
-        "steps_per_epoch": 23,
-        "parameters": 21418,
-        "run_dir": Path("runs/one"),
-        "threads": 1,
-    }
-    return RunInfo(**(fields | changes))  # type: ignore[arg-type]
+run_info = partial(builders.run_info, run_dir=Path("runs/one"), threads=1)
 
 
 def step(number: int) -> StepRecord:

@@ -3,30 +3,15 @@
 import pytest
 
 from hvdtrain.observability.console import Pace
-from hvdtrain.observability.events import RunInfo, StepRecord
-
-
-def info(**changes: object) -> RunInfo:
-    fields = {
-        "recipe": "digits",
-        "backend": "single",
-        "world_size": 1,
-        "launcher": "none",
-        "controller": None,
-        "global_batch": 64,
-        "per_replica_batch": 64,
-        "total_steps": 1000,
-        "steps_per_epoch": 100,
-        "parameters": 1,
-    }
-    return RunInfo(**(fields | changes))  # type: ignore[arg-type]
+from hvdtrain.observability.events import StepRecord
+from tests.builders import run_info
 
 
 class Run:
     """Takes steps of 0.1 s; the first two compile for 20 s each, and those in `slow` take so much longer."""
 
     def __init__(self, log_every: int = 10, slow: dict[int, float] | None = None, **changes: object) -> None:
-        self.info = info(**changes)
+        self.info = run_info(total_steps=1000, steps_per_epoch=100, **changes)
         self.pace = Pace(info=self.info)
         self.now = 1000.0
         self.step = self.info.start_step

@@ -8,21 +8,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.observability import ObservabilityConfig
-from hvdtrain.observability.events import EpochRecord, EvaluationRecord, Observer, RunInfo, StepRecord
+from hvdtrain.observability.events import EpochRecord, EvaluationRecord, Observer, StepRecord
 from hvdtrain.observability.prometheus import PrometheusExporter, open_exporter
+from tests.builders import run_info
 
-INFO = RunInfo(
-    recipe='di"gi\\ts\n',
-    backend="horovod",
-    world_size=2,
-    launcher="mpirun",
-    controller="mpi",
-    global_batch=64,
-    per_replica_batch=32,
-    total_steps=230,
-    steps_per_epoch=23,
-    parameters=1000,
-)
+INFO = run_info(recipe='di"gi\\ts\n', launcher="mpirun")
 
 
 @pytest.fixture
@@ -72,7 +62,7 @@ def test_the_official_parser_reads_what_was_recorded(exporter):
     assert plain == {
         "hvdtrain_world_size": 2,
         "hvdtrain_total_steps": 230,
-        "hvdtrain_parameters": 1000,
+        "hvdtrain_parameters": 21418,
         "hvdtrain_samples_total": 24 * 64,
         "hvdtrain_step": 24,
         "hvdtrain_epoch": 1,

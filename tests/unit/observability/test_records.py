@@ -14,25 +14,10 @@ import pytest
 
 from hvdtrain.config.errors import DataError
 from hvdtrain.observability.console import PlainConsole
-from hvdtrain.observability.events import EpochRecord, EvaluationRecord, Observer, Observers, RunInfo, StepRecord
+from hvdtrain.observability.events import EpochRecord, EvaluationRecord, Observer, Observers, StepRecord
 from hvdtrain.observability.jsonl import JsonlWriter, read_metrics
 from hvdtrain.observability.summary import write_json
-
-
-def run_info(start_step: int = 0) -> RunInfo:
-    return RunInfo(
-        recipe="digits",
-        backend="horovod",
-        world_size=2,
-        launcher="horovodrun",
-        controller="gloo",
-        global_batch=64,
-        per_replica_batch=32,
-        total_steps=230,
-        steps_per_epoch=23,
-        parameters=1000,
-        start_step=start_step,
-    )
+from tests.builders import run_info
 
 
 def step(number: int, loss: float = 0.5, **metrics: float) -> StepRecord:
@@ -43,7 +28,7 @@ def step(number: int, loss: float = 0.5, **metrics: float) -> StepRecord:
 
 def write(path: Path, *records: StepRecord | EvaluationRecord, start_step: int = 0) -> None:
     writer = JsonlWriter(path)
-    writer.on_start(run_info(start_step))
+    writer.on_start(run_info(start_step=start_step))
     for record in records:
         (writer.on_step if isinstance(record, StepRecord) else writer.on_evaluation)(record)
     writer.close()

@@ -138,25 +138,12 @@ def test_a_folder_that_another_job_has_taken_is_left_to_it(tmp_path):
 
 
 def test_records_are_not_written_to_another_runs_file(tmp_path, capsys):
-    from hvdtrain.observability.events import RunInfo
     from hvdtrain.observability.jsonl import JsonlWriter
+    from tests.builders import run_info
 
     file = tmp_path / "metrics.jsonl"
     writer = JsonlWriter(file)
-    writer.on_start(
-        RunInfo(
-            recipe="r",
-            backend="b",
-            world_size=1,
-            launcher="l",
-            controller=None,
-            global_batch=1,
-            per_replica_batch=1,
-            total_steps=1,
-            steps_per_epoch=1,
-            parameters=1,
-        )
-    )
+    writer.on_start(run_info())
     file.unlink()
     file.write_text("of another run\n")
     for _ in range(2):

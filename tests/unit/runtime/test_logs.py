@@ -50,13 +50,8 @@ def test_the_launcher_decides_for_its_ranks(monkeypatch):
         launcher_writes_to(monkeypatch, target)
         with terminal_output(monkeypatch):
             seen[target] = on_terminal(RANK, XTERM)
+            assert not on_terminal(RANK, {**XTERM, "OMPI_MCA_orte_tag_output": "1"}), "tagged lines are never redrawn"
     assert seen == {"/dev/pts/3": True, "pipe:[4711]": False}
-
-
-def test_tagged_output_is_never_redrawn(monkeypatch):
-    launcher_writes_to(monkeypatch, "/dev/pts/3")
-    with terminal_output(monkeypatch):
-        assert not on_terminal(RANK, {**XTERM, "OMPI_MCA_orte_tag_output": "1"})
 
 
 def test_what_nobody_reads_is_dropped(monkeypatch):

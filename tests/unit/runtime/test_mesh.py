@@ -12,11 +12,6 @@ def test_data_parallel_makes_every_rank_a_replica(rank):
     assert (mesh.size("dp"), mesh.coordinate("dp"), mesh.ranks_along("dp")) == (4, rank, (0, 1, 2, 3))
 
 
-def test_one_process_is_a_mesh():
-    mesh = Mesh.data_parallel(0, 1)
-    assert (mesh.size("dp"), mesh.coordinate("dp"), mesh.ranks_along("dp")) == (1, 0, (0,))
-
-
 def test_the_last_axis_holds_neighbouring_ranks():
     mesh = Mesh(("dp", "tp"), (3, 2), rank=3)
     assert (mesh.coordinate("dp"), mesh.coordinate("tp")) == (1, 1)
@@ -34,11 +29,6 @@ def test_coordinates_of_all_ranks_fill_the_grid():
             along = mesh.ranks_along(name)
             assert len(along) == mesh.size(name)
             assert along[mesh.coordinate(name)] == mesh.rank
-
-
-def test_the_groups_of_an_axis_hold_each_rank_once():
-    groups = {Mesh(("dp", "tp"), (2, 3), rank).ranks_along("dp") for rank in range(6)}
-    assert sorted(rank for group in groups for rank in group) == list(range(6))
 
 
 @pytest.mark.parametrize("rank", [-1, 4])

@@ -90,12 +90,6 @@ def test_a_wait_for_a_rank_that_works_is_told():
     )
 
 
-def test_a_report_travels():
-    for report in (WAITS, STUCK, Report(host="a", pid=7, pid_space="pid:[1]")):
-        assert Report.decode(report.encode(3)) == report
-    assert WAITS.encode(1) != WAITS.encode(2)
-
-
 def test_ranks_that_wait_for_one_that_has_left_need_no_timeout():
     quiet, left = Report("collective", idle=2.0), Report("leaving", where="sys.exit(0) at train.py:12")
     ranks = {0: Seen(quiet), 1: Seen(left), 2: Seen(quiet)}
