@@ -18,10 +18,9 @@ from hvdtrain.runtime.control.channel import ControlChannel
 from hvdtrain.runtime.devices import DevicePlan
 from hvdtrain.runtime.failures import FailFast
 from hvdtrain.runtime.launchers import detect_environment
-from hvdtrain.runtime.link import Link
+from hvdtrain.runtime.link import Link, Watchdog
 from hvdtrain.runtime.mesh import Mesh
 from hvdtrain.runtime.session import Session, current, has_session, set_current
-from hvdtrain.runtime.watchdog import Watchdog
 from hvdtrain.runtime.world import World
 
 _AXES: dict[Among, tuple[str, ...]] = {

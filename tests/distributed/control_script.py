@@ -12,8 +12,7 @@ from hvdtrain.runtime.control.agreement import agree, installed_versions, on_fir
 from hvdtrain.runtime.control.channel import ControlChannel, end_process
 from hvdtrain.runtime.failures import FailFast, Grace, show_failure
 from hvdtrain.runtime.launchers import Environment, detect_environment
-from hvdtrain.runtime.link import open_control
-from hvdtrain.runtime.watchdog import Watchdog
+from hvdtrain.runtime.link import Watchdog, open_control
 
 
 def open_here() -> tuple[Environment, ControlChannel]:

@@ -28,7 +28,7 @@ MOST_BYTES = 2**30 + 2**26
 _MOST_IN_LOBBY = 2**22
 """A greeting has 16 bytes, rank 0's answer 16 for each rank."""
 _OTHERS_LOOK_S = 2.0
-"""Twice as long as ranks take from one look for failures to the next (`hvdtrain.runtime.watchdog`)."""
+"""Twice as long as ranks take from one look for failures to the next (`hvdtrain.runtime.link`)."""
 _FAILURES_A_CALL = 64
 """Ranks asked for a failure report in one look, so that a look stays short in a large job."""
 

@@ -15,7 +15,7 @@ from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.runtime.consequences import is_consequence
 from hvdtrain.runtime.control.channel import ControlChannel
 from hvdtrain.runtime.failures import EXIT_HANG, FailFast, Grace, ScriptExit, show_failure
-from hvdtrain.runtime.watchdog import Watchdog
+from hvdtrain.runtime.link import Watchdog
 from tests.unit.threaded_ranks import as_ranks, place
 
 QUICK = Grace(cause=1.0, same=0.5, silent=0.0, output=0.0)
@@ -339,25 +339,6 @@ def test_a_broken_link_is_told_once_by_the_ranks_of_a_host_and_ends_them(capsys)
     assert capsys.readouterr().err.count("error: Broken: see link_timeout. [rank 0 (host0)]") == 1
 
 
-def test_a_watch_that_fails_itself_ends_nothing(capsys):
-    class Mistaken:
-        ends_job = False
-
-        def look(self, now):
-            raise KeyError("a mistake")
-
-    def body(channel):
-        watchdog = Watchdog(channel, FailFast(end=lambda code: None), interval=0.02)
-        watchdog.add(Mistaken(), interval=0.01)
-        watchdog.start()
-        channel.barrier(10)
-        time.sleep(0.3)
-        watchdog.stop()
-
-    assert as_ranks(2, body) == [None, None]
-    assert capsys.readouterr().err.count("KeyError: 'a mistake'") == 2
-
-
 class Counting:
     """Counts its looks."""
 
@@ -461,14 +442,8 @@ def test_a_watchdog_over_one_process_does_nothing():
 def test_a_watchdog_that_stops_gives_its_watches_up():
     """What a watch last saw may hold an iterator, which must end before Python does."""
 
-    class Seen:
-        ends_job = False
-
-        def look(self, now):
-            pass
-
     def body(channel):
-        watchdog, watch = Watchdog(channel, FailFast(), interval=0.02), Seen()
+        watchdog, watch = Watchdog(channel, FailFast(), interval=0.02), Counting()
         watchdog.start()
         watchdog.add(watch)
         seen = weakref.ref(watch)
