@@ -12,7 +12,7 @@ from typing import Any
 from hvdtrain.config.errors import LaunchError
 from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.runtime.control.channel import ControlChannel, gather, name_ranks
-from hvdtrain.runtime.diagnosis.machine import cpu_quota
+from hvdtrain.runtime.diagnosis.machine import cpu_quota, text_of
 from hvdtrain.runtime.launchers import Environment
 
 
@@ -140,12 +140,12 @@ def read_topology(processors: Collection[int], root: Path = SYSFS) -> Topology:
     """Return the places of these processors; one that the system does not describe counts as a core of its own."""
     nodes: dict[int, int] = {}
     for path in (root / "node").glob("node[0-9]*/cpulist"):
-        nodes |= dict.fromkeys(expand(_text(path)), int(path.parent.name.removeprefix("node")))
+        nodes |= dict.fromkeys(expand(text_of(path)), int(path.parent.name.removeprefix("node")))
     places = {}
     for each in processors:
         folder = root / "cpu" / f"cpu{each}" / "topology"
-        socket = _text(folder / "physical_package_id").strip()
-        first = min(expand(_text(folder / "thread_siblings_list")), default=each)
+        socket = text_of(folder / "physical_package_id").strip()
+        first = min(expand(text_of(folder / "thread_siblings_list")), default=each)
         places[each] = Place(nodes.get(each, 0), int(socket) if socket.isdigit() else 0, first)
     return places
 
@@ -203,13 +203,6 @@ def expand(text: str) -> list[int]:
     """Return the numbers of Linux's ``0-3,8,10-11``."""
     ranges = re.findall(r"(\d+)(?:-(\d+))?", text)
     return [number for first, last in ranges for number in range(int(first), int(last or first) + 1)]
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ def read_machine() -> Machine:
     system = platform.system()
     with contextlib.suppress(OSError, KeyError):
         system = platform.freedesktop_os_release()["PRETTY_NAME"]
-    cpu = re.search(r"^model name\s*:\s*(.+)$", _text(Path("/proc/cpuinfo")), flags=re.MULTILINE)
+    cpu = re.search(r"^model name\s*:\s*(.+)$", text_of(Path("/proc/cpuinfo")), flags=re.MULTILINE)
     memory, limits = psutil.virtual_memory(), memory_limits()
     shm = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
     return Machine(
@@ -114,9 +114,9 @@ def cpu_quota(root: Path = CGROUP_ROOT, membership: Path = CGROUP_MEMBERSHIP) ->
     """Return the CPU quota in cores of this process's cgroups, the tightest one; None if unlimited."""
     quotas = []
     for folder in _groups(root, membership):
-        quota, _, period = _text(folder / "cpu.max").strip().partition(" ")
+        quota, _, period = text_of(folder / "cpu.max").strip().partition(" ")
         if not quota:
-            quota, period = (_text(folder / f"cpu.cfs_{part}_us").strip() for part in ("quota", "period"))
+            quota, period = (text_of(folder / f"cpu.cfs_{part}_us").strip() for part in ("quota", "period"))
         if quota.isdigit() and period.isdigit():
             quotas.append(int(quota) / int(period))
     return min(quotas, default=None)
@@ -124,7 +124,7 @@ def cpu_quota(root: Path = CGROUP_ROOT, membership: Path = CGROUP_MEMBERSHIP) ->
 
 def _groups(root: Path, membership: Path) -> list[Path]:
     """Return the folders of this process's control group and of those around it, for versions 2 and 1."""
-    match = re.search(r"^0::/(.*)$", _text(membership), flags=re.MULTILINE)
+    match = re.search(r"^0::/(.*)$", text_of(membership), flags=re.MULTILINE)
     inner = root / match[1] if match else root
     return [root / "cpu", inner, *(folder for folder in inner.parents if folder.is_relative_to(root))]
 
@@ -132,13 +132,14 @@ def _groups(root: Path, membership: Path) -> list[Path]:
 def memory_limits(root: Path = CGROUP_ROOT, membership: Path = CGROUP_MEMBERSHIP) -> list[tuple[int, int]]:
     """Return the limit and the use in bytes of each of this process's control groups (version 2) that has one."""
     texts = [
-        [_text(folder / f"memory.{name}").strip() for name in ("max", "current")]
+        [text_of(folder / f"memory.{name}").strip() for name in ("max", "current")]
         for folder in _groups(root, membership)
     ]
     return [(int(limit), int(used)) for limit, used in texts if limit.isdigit() and used.isdigit()]
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
+    """Return what the system writes in a file; "" where it cannot be read."""
     try:
         return path.read_text(errors="replace")
     except OSError:
