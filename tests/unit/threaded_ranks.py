@@ -1,6 +1,7 @@
 """Threads that stand for the ranks of a job, over the rendezvous store that horovodrun would keep."""
 
 import functools
+import http.client
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -66,8 +67,18 @@ def as_ranks(size: int, body: Callable[[ControlChannel], Any], **more: str) -> l
     """Run ``body(channel)`` as each of ``size`` ranks; return what each returned or raised."""
     port = rendezvous()
 
-    def run(rank: int) -> Any:
-        environ = variables(rank, size, port, **more)
-        return body(open_control(detect_environment(environ), timeout=10, environ=environ))
+    return on_threads(size, lambda rank: body(open_rank(rank, size, port, **more)))
 
-    return on_threads(size, run)
+
+def open_rank(rank: int, size: int, port: int, *, timeout: float = 10.0, **more: str) -> ControlChannel:
+    """Open the channel of a rank over the store at `port`, with `more` variables."""
+    environ = variables(rank, size, port, **more)
+    return open_control(detect_environment(environ), timeout=timeout, environ=environ)
+
+
+def ask(port: int, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
+    """Return the status and the body of a plain request to the store at `port`."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    connection.request(method, path, body=body)
+    answer = connection.getresponse()
+    return answer.status, answer.read()

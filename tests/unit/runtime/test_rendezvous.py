@@ -24,8 +24,7 @@ from hvdtrain.runtime.rendezvous import (
     resolve,
 )
 from hvdtrain.runtime.store_server import answer, is_answer, nonce_of, path_of, start
-from tests.unit.runtime.control.test_uninvited import ask
-from tests.unit.threaded_ranks import on_threads
+from tests.unit.threaded_ranks import ask, on_threads
 
 SECRET = secrets.token_hex(16)
 """Another one, and so other ports, in each of several runs on one machine."""

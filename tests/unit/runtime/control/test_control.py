@@ -1,4 +1,3 @@
-import http.client
 import threading
 import time
 
@@ -12,24 +11,13 @@ from hvdtrain.runtime.control.signing import Signer
 from hvdtrain.runtime.control.store import Store, StoreTransport
 from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.link import open_control
-from tests.unit.threaded_ranks import as_ranks, on_threads, rendezvous, start_server, variables
+from tests.unit.threaded_ranks import as_ranks, ask, on_threads, open_rank, rendezvous, start_server, variables
 
 
 @pytest.fixture
 def impatient(monkeypatch):
     """Wrongly signed messages are waited out for a short while only."""
     monkeypatch.setattr(rooted, "PATIENCE_S", 0.2)
-
-
-def open_rank(rank, size, port, *, timeout=10.0, **more):
-    environ = variables(rank, size, port, **more)
-    return open_control(detect_environment(environ), timeout=timeout, environ=environ)
-
-
-def put(port, path, body):
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-    connection.request("PUT", path, body=body)
-    assert connection.getresponse().status == 200
 
 
 def test_a_process_alone_needs_nobody():
@@ -130,7 +118,7 @@ def test_a_forged_part_is_refused_and_its_sender_named(forgery):
             channel.exchange(b"mine", timeout=10)
             wrong = {"tampered": message[:-1] + b"x", "replayed": message}
             other = channel._signer.sign(b"mine", purpose="part", sequence=1, sender=2)
-            put(port, f"/{scope}/part-1-1", wrong.get(forgery, other))
+            ask(port, "PUT", f"/{scope}/part-1-1", wrong.get(forgery, other))
         seen[channel.rank] = True
 
     port = rendezvous()
@@ -143,7 +131,7 @@ def test_a_forged_answer_is_refused():
     def body(rank):
         channel = open_rank(rank, 2, port)
         if rank == 1:
-            put(port, f"/{channel._transport._scope}/answer-0", b"x" * 100)
+            ask(port, "PUT", f"/{channel._transport._scope}/answer-0", b"x" * 100)
             with pytest.raises(LaunchError, match="Refused a message from rank 0 "):
                 channel.exchange(b"", timeout=10)
 
@@ -187,8 +175,8 @@ def test_a_forged_failure_is_ignored():
     def body(channel):
         scope = channel._transport._scope
         if channel.rank == 1:
-            put(port, f"/{scope}/failure-1", b"x" * 40)
-            put(port, f"/{scope}/failed", b"1")
+            ask(port, "PUT", f"/{scope}/failure-1", b"x" * 40)
+            ask(port, "PUT", f"/{scope}/failed", b"1")
         channel.barrier(10)
         return channel.failures()
 
@@ -301,7 +289,7 @@ def test_a_forged_post_is_passed_over(forgery):
             assert another._job_id != signer._job_id
             forged = {"tampered": later + newer[8:-1] + b"9", "older": older, "of another rank": other}
             aged = later + another.sign(text, purpose="board", sequence=3, sender=1)
-            put(port, where, forged.get(forgery, aged))
+            ask(port, "PUT", where, forged.get(forgery, aged))
             return channel.barrier(10)
         channel.barrier(10)
         seen = [channel.read("step")]
@@ -316,7 +304,7 @@ def test_a_forged_post_is_passed_over(forgery):
 def test_a_board_that_is_forged_from_the_start_is_empty():
     def body(channel):
         if channel.rank == 1:
-            put(channel._transport._store._port, f"/{channel._transport._scope}/board-1", b"x" * 100)
+            ask(channel._transport._store._port, "PUT", f"/{channel._transport._scope}/board-1", b"x" * 100)
         channel.barrier(10)
         return channel.read("step")
 

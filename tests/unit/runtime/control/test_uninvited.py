@@ -19,8 +19,7 @@ import pytest
 from hvdtrain.config.errors import LaunchError
 from hvdtrain.runtime.control.store import MOST_BYTES, Store
 from hvdtrain.runtime.launchers import detect_environment
-from hvdtrain.runtime.link import open_control
-from tests.unit.threaded_ranks import on_threads, rendezvous, variables
+from tests.unit.threaded_ranks import ask, on_threads, open_rank, rendezvous, variables
 
 TOKEN = "0123456789abcdef"
 KEYS = [f"/hvdtrain-lobby-0/{key}" for key in ("part-0-0", "part-0-1", "answer-0", "failed", "board-1")] + [
@@ -30,19 +29,6 @@ KEYS = [f"/hvdtrain-lobby-0/{key}" for key in ("part-0-0", "part-0-1", "answer-0
     "/setup.cfg",
     "/",
 ]
-
-
-def ask(port, method, path, body=None, **headers):
-    """Return the status and the body of a plain request."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-    connection.request(method, path, body=body, headers=headers)
-    answer = connection.getresponse()
-    return answer.status, answer.read()
-
-
-def open_rank(rank, size, port, *, timeout=10.0, **more):
-    environ = variables(rank, size, port, **more)
-    return open_control(detect_environment(environ), timeout=timeout, environ=environ)
 
 
 @pytest.fixture(scope="module")
