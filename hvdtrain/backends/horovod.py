@@ -1,24 +1,19 @@
 """Horovod backend: one replica, or a shard of one, per process."""
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Mapping
 
 import tensorflow as tf
 
-from hvdtrain.backends.protocol import Among, Capabilities
+from hvdtrain.backends.protocol import Among, Capabilities, OneReplica
 from hvdtrain.config.parallel import DATA_AXES, HOLDER_AXES, REPLICA_AXES
 from hvdtrain.runtime.collectives import AxisCollectives
 from hvdtrain.runtime.session import Session
 
 
-class HorovodBackend(AxisCollectives):
+class HorovodBackend(OneReplica, AxisCollectives):
     """Horovod backend; its own collectives are among the replicas."""
 
     name = "horovod"
-    local_index = 0
-    local_size = 1
-    roles: Mapping[str, int] = {}
 
     def __init__(self, session: Session) -> None:
         super().__init__(session.world.along(*REPLICA_AXES).group)
@@ -35,32 +30,14 @@ class HorovodBackend(AxisCollectives):
         self.processes = self.data_parallel.size
         self.transport = session.environment.controller if self.job_size > 1 else None
 
-    def scope(self) -> AbstractContextManager[Any]:
-        """Return a null context: variables are plain."""
-        return nullcontext()
-
-    def distribute(self, batches: Iterable[Any]) -> Iterable[Any]:
-        """Return `batches` unchanged: they are this rank's already."""
-        return batches
-
-    def run(self, step: Callable[..., Any], *args: Any) -> Any:
-        """Call `step` once: one replica per process."""
-        return step(*args)
-
-    def prepare(self, optimizer: Any) -> None:
-        """No-op: Keras optimizers do not all-reduce under Horovod."""
-
     @property
     def everyone(self) -> AxisCollectives:
-        """Collectives among all ranks of the session's world."""
         return self._session.world.everyone if self.job_size > self.processes else self
 
     def along(self, *axes: str) -> AxisCollectives:
-        """Return the world's collectives along `axes`."""
         return self._session.world.along(*axes)
 
     def between(self, axis: str, here: int, there: int) -> AxisCollectives:
-        """Return the world's collectives of two neighbours along `axis`."""
         return self._session.world.between(axis, here, there)
 
     def broadcast(self, tensors: Mapping[str, tf.Variable], *, root: int = 0, among: Among = "replicas") -> None:
@@ -73,7 +50,6 @@ class HorovodBackend(AxisCollectives):
             self._group_of(among).broadcast(tensors, root=root)
 
     def gather_bytes(self, payload: bytes, *, timeout: float | None, among: Among = "job") -> list[bytes]:
-        """Gather `payload` over the control channel. Collective."""
         return self._session.gather(payload, timeout, self._members(among))
 
     def _members(self, among: Among) -> tuple[int, ...] | None:
@@ -88,5 +64,4 @@ class HorovodBackend(AxisCollectives):
         return self.along(*axes[among])
 
     def close(self) -> None:
-        """Wait for all ranks and shut down Horovod. Collective."""
         self._session.close()

@@ -52,7 +52,6 @@ class ParameterServerBackend(NoOpCollectives):
         self.workers = CoordinatedWorkers(opened.strategy, opened.roles)
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Return the strategy's variable scope."""
         return self._strategy.scope()
 
     def run(self, step: Callable[..., Any], *args: Any) -> Any:
@@ -77,7 +76,6 @@ class ParameterServerBackend(NoOpCollectives):
         disable_gradient_sums(optimizer)
 
     def close(self) -> None:
-        """Release the servers and end the session."""
         self._session.close()
 
 

@@ -3,14 +3,14 @@
 A trainer can be constructed on it and refuses the same options as in the job; it cannot train.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.backends.protocol import Among, Capabilities
+from hvdtrain.backends.protocol import Among, Capabilities, OneReplica
 from hvdtrain.backends.single import NoOpCollectives
 from hvdtrain.config.parallel import DATA_AXES, HOLDER_AXES, REPLICA_AXES
 from hvdtrain.config.runtime import RuntimeConfig
@@ -38,11 +38,9 @@ class PlannedCollectives(NoOpCollectives):
         self.size, self.index = size, index
 
     def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
-        """Repeat `tensor` once per rank."""
         return tf.concat([tensor] * self.size, 0)
 
     def grouped_all_gather(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
-        """Repeat each of `tensors` once per rank."""
         return [self.all_gather(tensor, name=name) for tensor in tensors]
 
 
@@ -50,15 +48,13 @@ class PlannedWorld(World):
     """World of a job that is not launched."""
 
     def along(self, *axes: str) -> Any:
-        """Return planned collectives along `axes`."""
         return PlannedCollectives(self.mesh.size(*axes), self.mesh.coordinate(*axes))
 
 
-class PlannedBackend(PlannedCollectives):
+class PlannedBackend(OneReplica, PlannedCollectives):
     """Horovod's backend in a job that is not launched."""
 
     name = "horovod"
-    roles: Mapping[str, int] = {}
     capabilities = Capabilities()
 
     def __init__(self, session: Session) -> None:
@@ -69,56 +65,36 @@ class PlannedBackend(PlannedCollectives):
 
     @property
     def data_parallel(self) -> PlannedCollectives:
-        """Planned collectives along the data axes."""
         return self.along(*DATA_AXES)
 
     @property
     def process(self) -> int:
-        """Index along the data axes."""
         return self.data_parallel.index
 
     @property
     def processes(self) -> int:
-        """Size of the data axes."""
         return self.data_parallel.size
 
     @property
     def rank(self) -> int:
-        """Rank on the mesh."""
         return self._mesh.rank
 
     @property
     def job_size(self) -> int:
-        """Size of the mesh."""
         return self._mesh.size(*self._mesh.axis_names)
 
     @property
     def everyone(self) -> PlannedCollectives:
-        """Planned collectives of the whole job."""
         return PlannedCollectives(self.job_size, self.rank)
 
     def along(self, *axes: str) -> PlannedCollectives:
-        """Return planned collectives along `axes`."""
         return PlannedCollectives(self._mesh.size(*axes), self._mesh.coordinate(*axes))
 
     def between(self, axis: str, here: int, there: int) -> PlannedCollectives:
-        """Return planned collectives of two neighbours."""
         return PlannedCollectives(2, int(here > there))
 
     def gather_bytes(self, payload: bytes, *, timeout: float | None, among: Among = "job") -> list[bytes]:
-        """Repeat `payload` once per rank."""
         return [payload] * (self.job_size if among == "job" else self._mesh.size(*_AXES[among]))
-
-    def scope(self) -> AbstractContextManager[Any]:
-        """Return a null context."""
-        return nullcontext()
-
-    def run(self, step: Callable[..., Any], *args: Any) -> Any:
-        """Call `step` once."""
-        return step(*args)
-
-    def prepare(self, optimizer: Any) -> None:
-        """No-op."""
 
     def close(self) -> None:
         """No-op."""

@@ -1,8 +1,8 @@
 """Protocols that a distribution backend implements for the training loop."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -195,9 +195,6 @@ class Backend(Collectives, Protocol):
     def scope(self) -> AbstractContextManager[Any]:
         """Return the context in which model and optimizer are created."""
 
-    def distribute(self, batches: Iterable[Any]) -> Iterable[Any]:
-        """Distribute this process's batches to its replicas."""
-
     def run(self, step: Callable[..., Any], *args: Any) -> Any:
         """Call `step` once per replica of this process, within a compiled function.
 
@@ -271,3 +268,22 @@ def world_size(backend: Backend) -> int:
 def split_axes(backend: Backend) -> dict[str, int]:
     """Return the mesh axes if the model is split, else none."""
     return dict(backend.axes) if set(backend.axes) - {"dp"} else {}
+
+
+class OneReplica:
+    """The half of a backend that runs steps, where a process has one replica and plain variables."""
+
+    local_index = 0
+    local_size = 1
+    roles: Mapping[str, int] = {}
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """Return a null context."""
+        return nullcontext()
+
+    def run(self, step: Callable[..., Any], *args: Any) -> Any:
+        """Call `step` once."""
+        return step(*args)
+
+    def prepare(self, optimizer: Any) -> None:
+        """No-op: Keras optimizers all-reduce under a strategy of tf.distribute only."""

@@ -1,6 +1,6 @@
 """Backends for tf.distribute strategies: several replicas per process, or one per worker."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from typing import Any
@@ -33,6 +33,10 @@ class StrategyBackend:
     )
     roles: Mapping[str, int] = {}
     axes: Mapping[str, int] = {}
+    by_host = None
+    fuses = True
+    """TensorFlow decides."""
+    remarks: Sequence[str] = ()
 
     def __init__(self, session: Session, opened: OpenStrategy) -> None:
         self._session = session
@@ -61,21 +65,8 @@ class StrategyBackend:
         """Replica index within this process."""
         return self.index - self.process * self.local_size
 
-    by_host = None
-    remarks: Sequence[str] = ()
-
-    @property
-    def fuses(self) -> bool:
-        """Always true: TensorFlow decides."""
-        return True
-
     def scope(self) -> AbstractContextManager[Any]:
-        """Return the strategy's variable scope."""
         return self._strategy.scope()
-
-    def distribute(self, batches: Iterable[Any]) -> Iterable[Any]:
-        """Return `batches` unchanged: the step slices them."""
-        return batches
 
     def run(self, step: Callable[..., Any], *args: Any) -> Any:
         """Call `step` on each replica of this process; return the first one's results."""
@@ -130,12 +121,10 @@ class StrategyBackend:
         return [self.reduce_scatter(each, name=name) for each in tensors]
 
     def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
-        """Concatenate the replicas' tensors along dim 0."""
         # Tensors from outside of the replica have no device yet.
         return self._context(name).all_gather(tf.identity(tensor), axis=0)
 
     def grouped_all_gather(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
-        """Concatenate each of `tensors`."""
         return [self.all_gather(each, name=name) for each in tensors]
 
     def all_to_all(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
@@ -159,15 +148,12 @@ class StrategyBackend:
 
     @property
     def everyone(self) -> Collectives:
-        """Itself: the model is not split."""
         return self
 
     def along(self, *axes: str) -> Collectives:
-        """Return one-rank collectives: the model is not split."""
         return NoOpCollectives()
 
     def between(self, axis: str, here: int, there: int) -> Pair:
-        """Return one-rank collectives."""
         return NoOpCollectives()
 
     def broadcast(self, tensors: Mapping[str, tf.Variable], *, root: int = 0, among: Among = "replicas") -> None:
@@ -190,11 +176,9 @@ class StrategyBackend:
         return total if known else tf.cast(total, value.dtype)
 
     def gather_bytes(self, payload: bytes, *, timeout: float | None, among: Among = "job") -> list[bytes]:
-        """Gather `payload` over the control channel. Collective."""
         return self._session.gather(payload, timeout)
 
     def close(self) -> None:
-        """Wait for the other workers and end the session. Collective."""
         self._session.close()
 
 

@@ -63,7 +63,11 @@ def main(
                 if debugged is not None:
                     raise  # nothing else would end ranks that wait for this one
             # A check that failed on one rank before it exchanged something leaves the others' bytes here.
-            failures = [text.decode(errors="replace") for text in world.gather(failure.encode())]
+            try:
+                failures = [text.decode(errors="replace") for text in world.gather(failure.encode())]
+            except BaseException:  # the others wait for this rank, and nobody writes down why it failed
+                print(failure, file=sys.stderr, flush=True)
+                raise
             seconds = time.perf_counter() - begin
             outcomes[name] = {"failure": "\n".join(filter(None, failures)), "seconds": round(seconds, 2)}
             if world.rank == 0:

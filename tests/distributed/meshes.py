@@ -41,9 +41,13 @@ def on_mesh(world: World, axes: str) -> Iterator[World]:
     laid_out = replace(before.world, mesh=mesh, collectives=group_collectives(mesh, {**everyone, **_SETS}, {}))
     session = replace(before, world=laid_out, config=replace(before.config, parallel=axes))
     set_current(session)
+    failure = b"failed"
     try:
         yield replace(world, session=session, backend=HorovodBackend(session))
+        failure = b""
     finally:
         set_current(before)
-        for ranks in added:  # other checks add the same
-            assert hvd.remove_process_set(_SETS.pop(ranks))
+        # Other checks add the same. Removing waits for all ranks, of which one that has failed may be elsewhere.
+        if added and not any(world.gather(failure)):
+            for ranks in added:
+                assert hvd.remove_process_set(_SETS.pop(ranks))

@@ -195,7 +195,7 @@ class KerasEvaluator:
         holds = rule is None or rule.holds_weights
         count = 0
         # Ranks exchange divisors of losses, parameters and activations in each batch.
-        for batch in self._backend.distribute(in_step(batches)):
+        for batch in in_step(batches):
             if self.find_kinds is not None:
                 self.kinds, self.find_kinds = self.find_kinds(batch), None
             hooks.begin_test_step(count)

@@ -148,7 +148,7 @@ class TrainingLoop:
     def _batches(self) -> Iterator[Any]:
         """Return the batches from the state's position on, and start the clock."""
         place = self._state.scalars.place_in_data(self._data.steps_per_epoch)
-        batches = iter(self._backend.distribute(self._data.batches(place)))
+        batches = iter(self._data.batches(place))
         self._resume_clocks()
         return batches
 

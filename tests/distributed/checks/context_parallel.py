@@ -16,7 +16,7 @@ from hvdtrain.parallel.context.split import split_sequences
 
 BATCH, EPOCHS, LENGTH, WORDS = 8, 4, 8, 32
 SAMPLES = 36  # four full batches and one of 4 samples: 20 steps
-LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True, dtype="float64")  # whatever Keras' floatx is
 FIT = {"batch": BATCH, "epochs": EPOCHS, "shuffle": False, "verbose": False, "log_every": 10}
 layers = keras.layers
 
