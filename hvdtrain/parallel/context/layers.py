@@ -15,7 +15,8 @@ import tensorflow as tf
 
 from hvdtrain.backends.differentiable import exchange_parts, gather_to
 from hvdtrain.backends.protocol import Collectives
-from hvdtrain.compat.keras import attention_axes, mask_of, query_kernel, replace_attention
+from hvdtrain.compat.keras import mask_of
+from hvdtrain.compat.keras_attention import attention_axes, query_kernel, replace_attention
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.layers.attention import DotProductAttention
 from hvdtrain.layers.experts import MixtureOfExperts

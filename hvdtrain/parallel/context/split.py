@@ -8,7 +8,8 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend, Collectives, gather
-from hvdtrain.compat.keras import flatten_layers, query_kernel
+from hvdtrain.compat.keras import flatten_layers
+from hvdtrain.compat.keras_attention import query_kernel
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.layers.exchanging import ExchangingLayer
 from hvdtrain.parallel.context.flow import OWN_ATTENTION, follow

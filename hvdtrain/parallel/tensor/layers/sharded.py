@@ -12,15 +12,8 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.backends.differentiable import gather_from
-from hvdtrain.compat.keras import (
-    attention_projections,
-    embeddings_of,
-    flatten_layers,
-    kernel_of,
-    mask_of,
-    own_variables,
-    set_mask,
-)
+from hvdtrain.compat.keras import embeddings_of, flatten_layers, kernel_of, mask_of, own_variables, set_mask
+from hvdtrain.compat.keras_attention import attention_projections
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.parallel.tensor.cuts import Cut
 from hvdtrain.parallel.tensor.flow.trace import LayerCall
