@@ -73,18 +73,6 @@ def expert_capacity(tokens: Any, experts: int, top_k: int, factor: float | None)
     return tf.minimum(tokens, tf.cast(tf.math.ceil(share * tf.cast(tokens, tf.float64)), tokens.dtype))
 
 
-def choose_experts(probabilities: tf.Tensor, top_k: int) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return each token's `top_k` (1 or 2) likeliest experts and gates, [tokens, top_k].
-
-    The gate of a single choice is its probability (Switch); two gates are normalized to sum to 1 (GShard), so that the
-    router learns their ratio. Probabilities are [tokens, experts].
-    """
-    gates, experts = tf.math.top_k(probabilities, top_k)
-    if top_k > 1:
-        gates /= tf.reduce_sum(gates, axis=1, keepdims=True)
-    return experts, gates
-
-
 def queue_positions(chosen: tf.Tensor, experts: int) -> tf.Tensor:
     """Return each token's position in its experts' queues: [tokens, choices], int32.
 
@@ -100,8 +88,14 @@ def queue_positions(chosen: tf.Tensor, experts: int) -> tf.Tensor:
 
 
 def routes_of(probabilities: tf.Tensor, top_k: int, capacity: Any) -> Routes:
-    """Return the routing of all tokens from the router's probabilities [tokens, experts]."""
-    experts, gates = choose_experts(probabilities, top_k)
+    """Return the routing of all tokens to their `top_k` (1 or 2) likeliest experts.
+
+    The gate of a single choice is its probability (Switch); two gates are normalized to sum to 1 (GShard), so that the
+    router learns their ratio. Probabilities are [tokens, experts].
+    """
+    gates, experts = tf.math.top_k(probabilities, top_k)
+    if top_k > 1:
+        gates /= tf.reduce_sum(gates, axis=1, keepdims=True)
     positions = queue_positions(experts, probabilities.shape[1])
     return Routes(experts, gates, positions, positions < capacity)
 
@@ -196,15 +190,8 @@ def routing_metrics(layers: Sequence[Any], replicas: Collectives) -> dict[str, t
 
 
 _PLAIN_ARGUMENTS = (
-    "experts",
-    "hidden",
-    "top_k",
-    "capacity_factor",
-    "eval_capacity_factor",
-    "balance_weight",
-    "z_weight",
-    "output_scale",
-    "seed",
+    *("experts", "hidden", "top_k", "capacity_factor", "eval_capacity_factor"),
+    *("balance_weight", "z_weight", "output_scale", "seed"),
 )
 
 
@@ -336,7 +323,8 @@ class MixtureOfExperts(ExchangingLayer):
         logits = tf.matmul(tf.cast(tokens, self.router.dtype), self.router)
         probabilities = tf.nn.softmax(logits)
         factor = self.capacity_factor if training else self.eval_capacity_factor
-        capacity = expert_capacity(_rows(tokens), self.experts, self.top_k, factor)
+        count = tf.shape(tokens)[0] if tokens.shape[0] is None else tokens.shape[0]
+        capacity = expert_capacity(count, self.experts, self.top_k, factor)
         routes = routes_of(probabilities, self.top_k, capacity)
         load = load_of(routes.experts, self.experts)
         name = numbered("experts")
@@ -351,18 +339,14 @@ class MixtureOfExperts(ExchangingLayer):
     def _count(self, logits: tf.Tensor, probabilities: tf.Tensor, routes: Routes, load: tf.Tensor, name: str) -> None:
         """Add the router's losses, and count the routing."""
         first = load_of(routes.experts[:, :1], self.experts)
-        shares = self._shares(tf.cast(first, probabilities.dtype), name)
+        counts = self.unless_placeholder(tf.cast(first, probabilities.dtype))
+        if self._replicas is not None:
+            counts = self._replicas.all_reduce(counts, name=f"{name}/load")
+        shares = tf.math.divide_no_nan(counts, tf.reduce_sum(counts))
         balance = self.balance_weight * load_balance_loss(probabilities, shares)
         self.add_loss(balance + self.z_weight * router_z_loss(logits))
         assert self.counts is not None, "build comes first"
         self.counts.add(load, routes.kept, self.has_samples)
-
-    def _shares(self, first: tf.Tensor, name: str) -> tf.Tensor:
-        """Return each expert's share of the first choices over all ranks."""
-        counts = self.unless_placeholder(first)
-        if self._replicas is not None:
-            counts = self._replicas.all_reduce(counts, name=f"{name}/load")
-        return tf.math.divide_no_nan(counts, tf.reduce_sum(counts))
 
     def _slots(self, capacity: Any, load: tf.Tensor, training: bool, name: str) -> Any:
         """Return the buffers' slots: the maximum load, the same on all ranks along `ep`.
@@ -405,11 +389,6 @@ class MixtureOfExperts(ExchangingLayer):
 def expert_layers(model: Any) -> list[MixtureOfExperts]:
     """Return the MixtureOfExperts layers of `model`, nested ones too, in order."""
     return [layer for layer in flatten_layers(model) if isinstance(layer, MixtureOfExperts)]
-
-
-def _rows(tokens: tf.Tensor) -> Any:
-    """Return the number of tokens, an int if static."""
-    return tf.shape(tokens)[0] if tokens.shape[0] is None else tokens.shape[0]
 
 
 def _listed(values: dict[str, Any]) -> str:
