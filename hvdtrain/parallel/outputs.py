@@ -1,10 +1,11 @@
 """Model outputs of which a rank may hold only a shard."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from hvdtrain.parallel.context.positions import position_slices, sliced_outputs
-from hvdtrain.parallel.tensor.outputs import gathered, output_shards, sharded_outputs, tagged_outputs
+from hvdtrain.parallel.context.positions import PositionSlices
+from hvdtrain.parallel.tensor.outputs import OutputShards, gathered, kept_outputs
 
 
 def local_outputs(model: Any, forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -13,26 +14,23 @@ def local_outputs(model: Any, forward: Callable[..., Any], *args: Any, **options
     `shard_of` returns the mark of a shard along the last dim, `positions_of` that of a shard of the sequence.
     """
 
-    def sharded(*inner: Any, **more: Any) -> Any:
-        return sharded_outputs(model, forward, *inner, **more)
-
-    return sliced_outputs(model, sharded, *args, **options)
+    return kept_outputs(PositionSlices, model, partial(kept_outputs, OutputShards, model, forward), *args, **options)
 
 
 def holds_output_slices(model: Any) -> bool:
     """Return whether `local_outputs` of `model` may be shards."""
-    return position_slices(model) is not None or output_shards(model) is not None
+    return any(kind.of(model) is not None for kind in (OutputShards, PositionSlices))
 
 
 def marked_outputs(model: Any, outputs: Any) -> Any:
     """Mark the shards among outputs that layers returned one by one."""
-    slices = position_slices(model)
-    marked = tagged_outputs(model, outputs)
-    return marked if slices is None else slices.tagged(marked)
+    for layout in (OutputShards.of(model), PositionSlices.of(model)):
+        outputs = outputs if layout is None else layout.tagged(outputs)
+    return outputs
 
 
 def whole_outputs(model: Any, outputs: Any) -> Any:
     """All-gather marked outputs. Collective over the ranks that hold shards."""
-    slices = position_slices(model)
+    slices = PositionSlices.of(model)
     features = gathered(outputs)
     return features if slices is None else slices.gathered(features)

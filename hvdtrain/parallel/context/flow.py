@@ -14,8 +14,7 @@ from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.parallel.context.positions import POSITION_DIM
 from hvdtrain.parallel.tensor.flow.check import place_of
 from hvdtrain.parallel.tensor.flow.constants import UNSEEDED, RandomUse, of_constants
-from hvdtrain.parallel.tensor.flow.layouts import Layout
-from hvdtrain.parallel.tensor.flow.operations import ELEMENTWISE, FILLED, OF_SHAPE, outputs_of
+from hvdtrain.parallel.tensor.flow.operations import ELEMENTWISE, FILLED, OF_SHAPE, Layout, outputs_of
 from hvdtrain.parallel.tensor.flow.trace import Trace, same_operations
 
 WHOLE = Layout()

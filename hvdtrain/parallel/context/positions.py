@@ -1,7 +1,7 @@
 """Model outputs sharded by position, with matching targets."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +10,12 @@ import tensorflow as tf
 from hvdtrain.backends.differentiable import gather_to
 from hvdtrain.backends.protocol import Collectives
 from hvdtrain.config.errors import ConfigError, opt
+from hvdtrain.parallel.tensor.outputs import OutputLayout
 from hvdtrain.runtime.compiled import numbered
 
 POSITION_DIM = 1
 """Position dim of tensors, [batch, positions, …]."""
 _ATTRIBUTE = "_hvdtrain_positions"
-_LAYOUT = "_hvdtrain_position_slices"
 
 
 @dataclass(frozen=True)
@@ -48,28 +48,18 @@ def _undivided(what: str) -> str:
     return f"cp must divide the positions of the {what}: choose a cp that does, or pad the sequences."
 
 
-class PositionSlices:
-    """Gathers a model's outputs over all positions, except within `kept`.
+class PositionSlices(OutputLayout):
+    """Outputs sharded by position.
 
     `whole` returns a context in which the model's layers compute all positions.
     """
+
+    attribute = "_hvdtrain_position_slices"
 
     def __init__(self, exchange: Collectives, whole: Callable[[], AbstractContextManager[None]]) -> None:
         self._exchange = exchange
         self.whole = whole
         self._positions = Positions(exchange.index, exchange.size)
-        self._kept = False
-
-    def install(self, model: Any) -> None:
-        """Replace the call of `model`, whose outputs are all sharded."""
-        sliced_call = model.call
-
-        def call(*args: Any, **options: Any) -> Any:
-            outputs = sliced_call(*args, **options)
-            return self.tagged(outputs) if self._kept else self.gathered(outputs)
-
-        vars(model)["call"] = call
-        vars(model)[_LAYOUT] = self
 
     def tagged(self, outputs: Any) -> Any:
         """Mark `outputs` as sharded."""
@@ -89,30 +79,6 @@ class PositionSlices:
     def ranks(self) -> int:
         """Number of shards."""
         return self._positions.ranks
-
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Return sharded outputs to callers of the model inside this context."""
-        before, self._kept = self._kept, True
-        try:
-            yield
-        finally:
-            self._kept = before
-
-
-def position_slices(model: Any) -> PositionSlices | None:
-    """Return a model's gathering of outputs, if its sequences are sharded."""
-    slices: PositionSlices | None = vars(model).get(_LAYOUT)
-    return slices
-
-
-def sliced_outputs(model: Any, forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Call `forward`, the model or its layers, keeping outputs sharded."""
-    slices = position_slices(model)
-    if slices is None:
-        return forward(*args, **options)
-    with slices.kept():
-        return slices.tagged(forward(*args, **options))
 
 
 def positions_of(output: Any) -> Positions | None:

@@ -14,7 +14,7 @@ from hvdtrain.compat.keras import flatten_layers, own_variables
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.config.registry import suggestion
 from hvdtrain.layers.experts import MixtureOfExperts
-from hvdtrain.parallel.context.positions import position_slices
+from hvdtrain.parallel.context.positions import PositionSlices
 from hvdtrain.parallel.pipeline.graph import (
     Graph,
     graph_of,
@@ -95,13 +95,13 @@ class SequenceSlices:
 
 def whole_sequences(model: Any) -> AbstractContextManager[None]:
     """Return a context in which `model` computes all positions, despite cp."""
-    slices = position_slices(model)
+    slices = PositionSlices.of(model)
     return nullcontext() if slices is None else slices.whole()
 
 
 def sequence_slices(model: Any, graph: Graph) -> SequenceSlices:
     """Return a graph's tensors sharded along cp. Raises ConfigError for variable-length inputs."""
-    slices = position_slices(model)
+    slices = PositionSlices.of(model)
     if slices is None:
         return SequenceSlices()
     with slices.whole():

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import tensorflow as tf
 
@@ -14,7 +14,6 @@ from hvdtrain.runtime.compiled import numbered
 from hvdtrain.runtime.placement import even_slice
 
 _ATTRIBUTE = "_hvdtrain_shard"
-_LAYOUT = "_hvdtrain_output_shards"
 
 
 @dataclass(frozen=True)
@@ -32,33 +31,37 @@ class Shard:
         return even_slice(self.length, self.exchange.size, self.exchange.index)
 
 
-class OutputShards:
-    """Gathers a model's sharded outputs, except within `kept`.
+class OutputLayout:
+    """Gathers a model's sharded outputs for its callers, except within `kept`; one subclass per way to shard."""
 
-    `lengths` are the full sizes of the last dim of each flattened output, None if not sharded.
-    """
+    attribute: ClassVar[str]
+    """Attribute of the model that holds its layout."""
+    _kept = False
 
-    def __init__(self, exchange: Collectives, lengths: Sequence[int | None]) -> None:
-        self._shards = [None if length is None else Shard(exchange, length) for length in lengths]
-        self._kept = False
-
-    def install(self, model: Any) -> None:
-        """Gather outputs for callers of `model`, except within `kept`."""
-        whole_call = model.call
-
-        def call(*args: Any, **options: Any) -> Any:
-            outputs = self.tagged(whole_call(*args, **options))
-            return outputs if self._kept else gathered(outputs)
-
-        vars(model)["call"] = call
-        vars(model)[_LAYOUT] = self
+    @classmethod
+    def of(cls, model: Any) -> Self | None:
+        """Return a model's layout of this kind; None if its outputs are full."""
+        layout: Self | None = vars(model).get(cls.attribute)
+        return layout
 
     def tagged(self, outputs: Any) -> Any:
         """Mark the shards among `outputs`."""
-        for tensor, shard in zip(tf.nest.flatten(outputs), self._shards, strict=True):
-            if shard is not None:
-                setattr(tensor, _ATTRIBUTE, shard)
-        return outputs
+        raise NotImplementedError
+
+    def gathered(self, outputs: Any) -> Any:
+        """All-gather marked outputs. Collective."""
+        raise NotImplementedError
+
+    def install(self, model: Any) -> None:
+        """Gather outputs for callers of `model`, except within `kept`."""
+        inner = model.call
+
+        def call(*args: Any, **options: Any) -> Any:
+            outputs = self.tagged(inner(*args, **options))
+            return outputs if self._kept else self.gathered(outputs)
+
+        vars(model)["call"] = call
+        vars(model)[self.attribute] = self
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -70,10 +73,36 @@ class OutputShards:
             self._kept = before
 
 
-def output_shards(model: Any) -> OutputShards | None:
-    """Return a model's gathering of outputs, if some are sharded."""
-    shards: OutputShards | None = vars(model).get(_LAYOUT)
-    return shards
+class OutputShards(OutputLayout):
+    """Outputs sharded along the last dim.
+
+    `lengths` are the full sizes of the last dim of each flattened output, None if not sharded.
+    """
+
+    attribute = "_hvdtrain_output_shards"
+
+    def __init__(self, exchange: Collectives, lengths: Sequence[int | None]) -> None:
+        self._shards = [None if length is None else Shard(exchange, length) for length in lengths]
+
+    def tagged(self, outputs: Any) -> Any:
+        """Mark the shards among `outputs`; see `shard_of`."""
+        for tensor, shard in zip(tf.nest.flatten(outputs), self._shards, strict=True):
+            if shard is not None:
+                setattr(tensor, _ATTRIBUTE, shard)
+        return outputs
+
+    def gathered(self, outputs: Any) -> Any:
+        """All-gather marked outputs. Collective along tp."""
+        return gathered(outputs)
+
+
+def kept_outputs(kind: type[OutputLayout], model: Any, forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call `forward`, the model or its layers, keeping outputs that are sharded by `kind`."""
+    layout = kind.of(model)
+    if layout is None:
+        return forward(*args, **options)
+    with layout.kept():
+        return layout.tagged(forward(*args, **options))
 
 
 def shard_of(tensor: Any) -> Shard | None:
@@ -96,18 +125,3 @@ def _gathered(tensor: Any) -> Any:
     if mask is not None:
         set_mask(whole, mask)
     return whole
-
-
-def tagged_outputs(model: Any, outputs: Any) -> Any:
-    """Mark the shards among outputs that layers returned one by one."""
-    shards = output_shards(model)
-    return outputs if shards is None else shards.tagged(outputs)
-
-
-def sharded_outputs(model: Any, forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Call `forward`, the model or its layers, keeping outputs sharded."""
-    shards = output_shards(model)
-    if shards is None:
-        return forward(*args, **options)
-    with shards.kept():
-        return shards.tagged(forward(*args, **options))

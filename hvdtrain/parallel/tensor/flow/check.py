@@ -17,8 +17,15 @@ import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.parallel.tensor.flow.constants import UNSEEDED, RandomUse, compare_numbers, even_dims, of_constants
-from hvdtrain.parallel.tensor.flow.layouts import Layout, joined
-from hvdtrain.parallel.tensor.flow.operations import ELEMENTWISE, OF_SHAPE, indexed, outputs_of, reshaped_like
+from hvdtrain.parallel.tensor.flow.operations import (
+    ELEMENTWISE,
+    OF_SHAPE,
+    Layout,
+    indexed,
+    joined,
+    outputs_of,
+    reshaped_like,
+)
 from hvdtrain.parallel.tensor.flow.trace import BY_OUTPUT_RULE, Trace, same_operations, shown
 from hvdtrain.runtime.placement import even_slice
 

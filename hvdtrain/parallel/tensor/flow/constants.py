@@ -7,8 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.parallel.tensor.flow.layouts import Layout, spans
-from hvdtrain.parallel.tensor.flow.operations import ELEMENTWISE, FILLED
+from hvdtrain.parallel.tensor.flow.operations import ELEMENTWISE, FILLED, Layout, spans
 
 UNSEEDED = ""
 """Marks random ops that use none of the model's SeedGenerators."""

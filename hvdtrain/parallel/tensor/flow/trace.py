@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from hvdtrain.compat.keras import clear_losses, flatten_layers, input_nest, losses_of
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.parallel.tensor.outputs import sharded_outputs
+from hvdtrain.parallel.tensor.outputs import OutputShards, kept_outputs
 
 BY_OUTPUT_RULE = " (by its output rule)"
 """Suffix of a layer's name if only its output is sharded, not its computation."""
@@ -145,7 +145,7 @@ def traced(model: Any, inputs: Any, record: FlowRecord, *, training: bool) -> Tr
     graph = tf.__internal__.FuncGraph("layouts")
     with graph.as_default(), record.of(graph):
         given = tf.nest.map_structure(lambda t: tf.compat.v1.placeholder(t.dtype, t.shape), inputs)
-        outputs = sharded_outputs(model, model, given, training=training)
+        outputs = kept_outputs(OutputShards, model, model, given, training=training)
     layers = {id(layer): layer for layer in flatten_layers(model) if isinstance(layer, keras.Layer)}.values()
     losses = [(layer, loss) for layer, loss in losses_of(layers) if getattr(loss, "graph", None) is graph]
     clear_losses(model)
