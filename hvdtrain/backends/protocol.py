@@ -106,17 +106,6 @@ class Collectives(Protocol):
         """Return the tensor of the replica at index `root`, of the same shape and dtype on all."""
 
 
-class Pair(Protocol):
-    """Collectives of two neighbouring ranks."""
-
-    @property
-    def index(self) -> int:
-        """This rank's index: 0 or 1."""
-
-    def broadcast_value(self, tensor: tf.Tensor, *, root: int, name: str) -> tf.Tensor:
-        """Return the tensor of rank `root`; both pass the same shape and dtype. Collective."""
-
-
 class Future(Protocol):
     """Result of a dispatched function."""
 
@@ -223,8 +212,8 @@ class Backend(Collectives, Protocol):
     def along(self, *axes: str) -> Collectives:
         """Return the collectives among ranks that differ only along `axes`."""
 
-    def between(self, axis: str, here: int, there: int) -> Pair:
-        """Return the collectives with a neighbour: `here` and `there` along `axis`.
+    def between(self, axis: str, here: int, there: int) -> Collectives:
+        """Return the collectives of two neighbours: `here` and `there` along `axis`.
 
         The first and the last are neighbours, too.
         """

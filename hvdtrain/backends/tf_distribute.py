@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.backends.protocol import Among, Capabilities, Collectives, Pair, ReduceOp
+from hvdtrain.backends.protocol import Among, Capabilities, Collectives, ReduceOp
 from hvdtrain.backends.single import NoOpCollectives
 from hvdtrain.compat.keras_variables import disable_gradient_sums
 from hvdtrain.config.errors import ConfigError, opt
@@ -153,7 +153,7 @@ class StrategyBackend:
     def along(self, *axes: str) -> Collectives:
         return NoOpCollectives()
 
-    def between(self, axis: str, here: int, there: int) -> Pair:
+    def between(self, axis: str, here: int, there: int) -> Collectives:
         return NoOpCollectives()
 
     def broadcast(self, tensors: Mapping[str, tf.Variable], *, root: int = 0, among: Among = "replicas") -> None:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -86,7 +86,7 @@ class Checkpointer:
         pending = self._begin(step, scalars)
         try:
             mine = owned(tensors, self.ranks)
-            pending.owned = [Owned(each.spec, _HostArray(np.array(each.array(), order="C"))) for each in mine]
+            pending.owned = [Owned(each.spec, np.array(each.array(), order="C")) for each in mine]
         except BaseException:
             pending.give_up()
             raise
@@ -186,15 +186,6 @@ class Checkpointer:
 
         pending.path = Path(self._together(pending, create)[0])
         return pending
-
-
-class _HostArray(NamedTuple):
-    """Values in host memory that nobody changes."""
-
-    array: np.ndarray
-
-    def numpy(self) -> np.ndarray:
-        return self.array
 
 
 def owned(tensors: Mapping[str, NamedTensor], ranks: Backend) -> list[Owned]:

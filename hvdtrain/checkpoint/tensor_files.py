@@ -35,10 +35,12 @@ class Owned(NamedTuple):
 
     spec: StateSpec
     value: Any
+    """A variable, or an array that nobody changes."""
 
     def array(self) -> np.ndarray:
         """Return the values without padding, in row-major order."""
-        array, shape = np.asarray(self.value.numpy()), box_shape(self.spec.slice)
+        array = np.asarray(self.value if isinstance(self.value, np.ndarray) else self.value.numpy())
+        shape = box_shape(self.spec.slice)
         if array.ndim != len(shape):
             return np.ascontiguousarray(array.reshape(shape))
         return np.ascontiguousarray(array[tuple(slice(0, n) for n in shape)])

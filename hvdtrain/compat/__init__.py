@@ -1,10 +1,11 @@
 """All private names of Keras, TensorFlow, Horovod and mpi4py.
 
 `keras.py` (layers and models), `keras_attention.py`, `keras_variables.py` (variables and optimizers), `tf_keras.py`,
-`tensorflow.py` and `horovod.py` (with mpi4py) wrap private modules, attributes, frames and threads in functions named by meaning. Each
-states its assumption about the library and has a contract test in `tests/unit/compat/`, which names the function and
-the library's version on failure. A rename shows as an AttributeError; where a change would be silent (gradients summed
-twice, full variables in memory, a deadlock), the function checks first and raises `CompatibilityError`.
+`tensorflow.py` and `horovod.py` (with mpi4py) wrap private modules, attributes, frames and threads in functions named
+by meaning. Each states its assumption about the library and has a contract test in `tests/unit/compat/`, which names
+the function and the library's version on failure. A rename shows as an AttributeError; where a change would be silent
+(gradients summed twice, full variables in memory, a deadlock), the function checks first and raises
+`CompatibilityError`.
 """
 
 import warnings

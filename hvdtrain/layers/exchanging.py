@@ -1,7 +1,7 @@
 """Base of layers that exchange samples' data with other ranks."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import keras
@@ -63,17 +63,24 @@ def exchanging_layers(model: Any) -> list[ExchangingLayer]:
     return [layer for layer in flatten_layers(model) if isinstance(layer, ExchangingLayer)]
 
 
-@contextmanager
-def samples_of(layers: Sequence[ExchangingLayer], has_samples: Any) -> Iterator[None]:
-    """Set `has_samples` of `layers` inside this context.
+def samples_of(layers: Sequence[ExchangingLayer], has_samples: Any) -> AbstractContextManager[None]:
+    """Set `has_samples` of `layers` inside the returned context."""
+    return attributes_set(layers, has_samples=has_samples)
 
-    Restored on exit: a symbolic `has_samples` is invalid outside its function.
+
+@contextmanager
+def attributes_set(layers: Sequence[Any], **values: Any) -> Iterator[None]:
+    """Set attributes of `layers` inside this context.
+
+    Restored on exit: a symbolic value is invalid outside its function.
     """
-    before = [layer.has_samples for layer in layers]
+    before = [{name: getattr(layer, name) for name in values} for layer in layers]
     try:
         for layer in layers:
-            layer.has_samples = has_samples
+            for name, value in values.items():
+                setattr(layer, name, value)
         yield
     finally:
-        for layer, value in zip(layers, before, strict=True):
-            layer.has_samples = value
+        for layer, earlier in zip(layers, before, strict=True):
+            for name, value in earlier.items():
+                setattr(layer, name, value)

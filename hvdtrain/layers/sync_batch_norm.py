@@ -1,7 +1,7 @@
 """Batch normalization with statistics over all replicas."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -11,6 +11,7 @@ from hvdtrain.backends.protocol import Collectives
 from hvdtrain.backends.select import current_exchange
 from hvdtrain.compat.keras import BatchNormalizationByMoments, flatten_layers
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.layers.exchanging import attributes_set
 from hvdtrain.layers.moments import moments_of_all
 from hvdtrain.runtime.compiled import numbered
 
@@ -78,17 +79,8 @@ def sync_layers(model: Any) -> list[SyncBatchNormalization]:
     return [layer for layer in flatten_layers(model) if isinstance(layer, SyncBatchNormalization)]
 
 
-@contextmanager
-def replicas_of(layers: Sequence[SyncBatchNormalization], exchange: Collectives, has_samples: Any) -> Iterator[None]:
-    """Set the collectives and `has_samples` of `layers` inside this context.
-
-    Restored on exit: a symbolic `has_samples` is invalid outside its function.
-    """
-    before = [(layer, layer.exchange, layer.has_samples) for layer in layers]
-    try:
-        for layer in layers:
-            layer.exchange, layer.has_samples = exchange, has_samples
-        yield
-    finally:
-        for layer, *values in before:
-            layer.exchange, layer.has_samples = values
+def replicas_of(
+    layers: Sequence[SyncBatchNormalization], exchange: Collectives, has_samples: Any
+) -> AbstractContextManager[None]:
+    """Set the collectives and `has_samples` of `layers` inside the returned context."""
+    return attributes_set(layers, exchange=exchange, has_samples=has_samples)

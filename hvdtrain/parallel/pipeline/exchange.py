@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
-from hvdtrain.backends.protocol import Pair
+from hvdtrain.backends.protocol import Collectives
 from hvdtrain.compat.keras import mask_of
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.parallel.pipeline.cut import Cut
@@ -39,7 +39,7 @@ class StageExchange:
     `pair_with` returns the collectives of this rank and another one, by index.
     """
 
-    def __init__(self, place: int, ranks: int, pair_with: Callable[[int], Pair]) -> None:
+    def __init__(self, place: int, ranks: int, pair_with: Callable[[int], Collectives]) -> None:
         self._place, self._ranks = place, ranks
         self._pair_with = pair_with
         # TensorFlow prunes operations with unused results, such as a rank's own sends, or the gradient of a microbatch
@@ -81,7 +81,7 @@ class StageExchange:
         """Protect the result of a transfer from TensorFlow's pruning."""
         self._exchanged.append(tf.cast(tf.reshape(tensor, [-1])[:1], tf.float64))
 
-    def _pair(self, stage: int) -> Pair:
+    def _pair(self, stage: int) -> Collectives:
         return self._pair_with(stage % self._ranks)
 
 

@@ -49,6 +49,7 @@ def knows_the_parts_of_attention():
     projections = compat.attention_projections(layer)
     assert [compat.kernel_of(inner).shape[heads] for inner, heads in projections] == [2, 2, 2, 2]
     assert len(compat.attention_projections(grouped)) == 4
+    assert {id(v) for inner, _ in projections for v in inner.variables} == {id(v) for v in layer.variables}
 
 
 test_contract, test_every_function_has_a_contract = CONTRACTS.tests()
