@@ -5,7 +5,9 @@ from functools import partial
 from typing import Any
 
 from hvdtrain.parallel.context.positions import PositionSlices
-from hvdtrain.parallel.tensor.outputs import OutputShards, gathered, kept_outputs
+from hvdtrain.parallel.tensor.outputs import OutputLayout, OutputShards, gathered, kept_outputs
+
+_KINDS: tuple[type[OutputLayout], ...] = (OutputShards, PositionSlices)
 
 
 def local_outputs(model: Any, forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -19,12 +21,13 @@ def local_outputs(model: Any, forward: Callable[..., Any], *args: Any, **options
 
 def holds_output_slices(model: Any) -> bool:
     """Return whether `local_outputs` of `model` may be shards."""
-    return any(kind.of(model) is not None for kind in (OutputShards, PositionSlices))
+    return any(kind.of(model) is not None for kind in _KINDS)
 
 
 def marked_outputs(model: Any, outputs: Any) -> Any:
     """Mark the shards among outputs that layers returned one by one."""
-    for layout in (OutputShards.of(model), PositionSlices.of(model)):
+    for kind in _KINDS:
+        layout = kind.of(model)
         outputs = outputs if layout is None else layout.tagged(outputs)
     return outputs
 
