@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 import tensorflow as tf
 
-from hvdtrain.backends.protocol import Among, Capabilities, OneReplica
-from hvdtrain.config.parallel import DATA_AXES, HOLDER_AXES, REPLICA_AXES
+from hvdtrain.backends.protocol import AXES_OF, Among, Capabilities, OneReplica
+from hvdtrain.config.parallel import DATA_AXES, REPLICA_AXES
 from hvdtrain.runtime.collectives import AxisCollectives
 from hvdtrain.runtime.session import Session
 
@@ -41,27 +41,13 @@ class HorovodBackend(OneReplica, AxisCollectives):
         return self._session.world.between(axis, here, there)
 
     def broadcast(self, tensors: Mapping[str, tf.Variable], *, root: int = 0, among: Among = "replicas") -> None:
-        """Assign member `root`'s values. Collective."""
-        if among == "replicas":
-            super().broadcast(tensors, root=root)
-        elif among == "job":
-            self._session.world.everyone.broadcast(tensors, root=root)
-        else:
-            self._group_of(among).broadcast(tensors, root=root)
+        self._members(among).broadcast(tensors, root=root)
 
     def gather_bytes(self, payload: bytes, *, timeout: float | None, among: Among = "job") -> list[bytes]:
-        return self._session.gather(payload, timeout, self._members(among))
+        return self._session.gather(payload, timeout, None if among == "job" else self._members(among).group.ranks)
 
-    def _members(self, among: Among) -> tuple[int, ...] | None:
-        if among == "job":
-            return None
-        if among == "replicas":
-            return self.group.ranks
-        return self._group_of(among).group.ranks
-
-    def _group_of(self, among: Among) -> AxisCollectives:
-        axes: dict[Among, tuple[str, ...]] = {"holders": HOLDER_AXES, "data_parallel": DATA_AXES, "tp": ("tp",)}
-        return self.along(*axes[among])
+    def _members(self, among: Among) -> AxisCollectives:
+        return self._session.world.everyone if among == "job" else self.along(*AXES_OF[among])
 
     def close(self) -> None:
         self._session.close()

@@ -10,9 +10,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.backends.protocol import Among, Capabilities, OneReplica
+from hvdtrain.backends.protocol import AXES_OF, Among, Capabilities, OneReplica
 from hvdtrain.backends.single import NoOpCollectives
-from hvdtrain.config.parallel import DATA_AXES, HOLDER_AXES, REPLICA_AXES
+from hvdtrain.config.parallel import DATA_AXES, REPLICA_AXES
 from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.runtime.control.channel import ControlChannel
 from hvdtrain.runtime.devices import DevicePlan
@@ -22,13 +22,6 @@ from hvdtrain.runtime.link import Link, Watchdog
 from hvdtrain.runtime.mesh import Mesh
 from hvdtrain.runtime.session import Session, current, has_session, set_current
 from hvdtrain.runtime.world import World
-
-_AXES: dict[Among, tuple[str, ...]] = {
-    "replicas": REPLICA_AXES,
-    "holders": HOLDER_AXES,
-    "data_parallel": DATA_AXES,
-    "tp": ("tp",),
-}
 
 
 class PlannedCollectives(NoOpCollectives):
@@ -94,7 +87,7 @@ class PlannedBackend(OneReplica, PlannedCollectives):
         return PlannedCollectives(2, int(here > there))
 
     def gather_bytes(self, payload: bytes, *, timeout: float | None, among: Among = "job") -> list[bytes]:
-        return [payload] * (self.job_size if among == "job" else self._mesh.size(*_AXES[among]))
+        return [payload] * (self.job_size if among == "job" else self._mesh.size(*AXES_OF[among]))
 
     def close(self) -> None:
         """No-op."""

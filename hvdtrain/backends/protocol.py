@@ -8,6 +8,8 @@ from typing import Any, Literal, Protocol
 
 import tensorflow as tf
 
+from hvdtrain.config.parallel import DATA_AXES, HOLDER_AXES, REPLICA_AXES
+
 ReduceOp = Literal["sum", "average", "adasum", "min", "max", "product"]
 Among = Literal["job", "replicas", "holders", "data_parallel", "tp"]
 """`job`: all ranks.
@@ -16,6 +18,13 @@ Among = Literal["job", "replicas", "holders", "data_parallel", "tp"]
 tables (dp x cp). `data_parallel`: ranks with different samples, in the order of `process`. `tp`: my tensor-parallel
 group.
 """
+AXES_OF: Mapping[Among, tuple[str, ...]] = {
+    "replicas": REPLICA_AXES,
+    "holders": HOLDER_AXES,
+    "data_parallel": DATA_AXES,
+    "tp": ("tp",),
+}
+"""The mesh axes along which the members differ; of `job`: all."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -213,17 +213,6 @@ def cut_output(layer: Any, group: Group, name: str, *, whole: bool) -> None:
     replace_call(layer, cutting)
 
 
-def recording_output(layer: Any, call: Callable[..., Any], record: FlowRecord) -> Callable[..., Any]:
-    """Wrap a layer's `call` to record where its output will be sharded."""
-
-    def recording(*args: Any, **options: Any) -> Any:
-        outputs = call(*args, **options)
-        with record.call(described(layer) + BY_OUTPUT_RULE):
-            return tf.identity(outputs)
-
-    return recording
-
-
 def _check_length(layer: Any, outputs: Any, ranks: int) -> None:
     length = outputs.shape[SEQUENCE_DIM] if outputs.shape.rank == 3 else None
     if length is None or length % ranks:
@@ -240,7 +229,7 @@ def recorded(layers: Sequence[Any], outputs: Sequence[Any], record: FlowRecord) 
     for layer in layers:
         replace_call(layer, _recording(layer, layer.call, record))
     for layer in outputs:
-        replace_call(layer, recording_output(layer, layer.call, record))
+        replace_call(layer, _recording_output(layer, layer.call, record))
     try:
         yield
     finally:
@@ -252,5 +241,14 @@ def _recording(layer: Any, call: Callable[..., Any], record: FlowRecord) -> Call
     def recording(*args: Any, **options: Any) -> Any:
         with record.call(described(layer)):
             return call(*args, **options)
+
+    return recording
+
+
+def _recording_output(layer: Any, call: Callable[..., Any], record: FlowRecord) -> Callable[..., Any]:
+    def recording(*args: Any, **options: Any) -> Any:
+        outputs = call(*args, **options)
+        with record.call(described(layer) + BY_OUTPUT_RULE):  # where it will be sharded
+            return tf.identity(outputs)
 
     return recording
