@@ -40,7 +40,7 @@ class ParameterServerBackend(NoOpCollectives):
         sends_together=True,
         needs_builders=True,
         asynchronous=True,
-        step_factory="hvdtrain.training.asynchronous.step_factory:AsynchronousStepFactory",
+        step_factory="hvdtrain.training.asynchronous:AsynchronousStepFactory",
     )
 
     def __init__(self, session: Session, opened: OpenStrategy) -> None:

@@ -44,7 +44,8 @@ from hvdtrain.runs.trainers import run_trainer
 from hvdtrain.runtime.session import Session
 from hvdtrain.training.loop.loop import Plan
 from hvdtrain.training.step.batches import per_microbatch
-from hvdtrain.training.step.forward_backward import ForwardBackward, LocalGradients
+from hvdtrain.training.step.contract import LocalGradients
+from hvdtrain.training.step.forward_backward import ForwardBackward
 from hvdtrain.training.step.logs import StepLogs
 from hvdtrain.training.step.train_step import TrainStep
 from hvdtrain.training.trainer import Trainer

@@ -21,8 +21,7 @@ from hvdtrain.data.registry import load_splits
 from hvdtrain.data.source import DataSplits, Source
 from hvdtrain.data.sources.user_data import StreamSource
 from hvdtrain.models.objective import has_soft_labels
-from hvdtrain.training.data_arguments import first_batches
-from hvdtrain.training.inputs import training_data, validation_batches
+from hvdtrain.training.inputs import first_batches, training_data, validation_batches
 from hvdtrain.training.step.batches import per_microbatch
 
 

@@ -21,7 +21,7 @@ from hvdtrain.runtime.logs import LOGGER
 from hvdtrain.runtime.report import collect_environment
 from hvdtrain.runtime.session import Session
 from hvdtrain.state.named_tensors import is_split
-from hvdtrain.training.loop.result import FitResult, summary_of
+from hvdtrain.training.loop.report import FitResult, summary_of
 from hvdtrain.training.trainer import Trainer
 
 

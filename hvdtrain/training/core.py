@@ -41,24 +41,23 @@ from hvdtrain.training.assembly import (
 from hvdtrain.training.compile_settings import Objective, compiled_code, merge_compile_settings
 from hvdtrain.training.elastic import Commits, HostsCheck
 from hvdtrain.training.evaluation.evaluate import Evaluation, EvaluationHooks, broadcast_first_weights, weights_of
-from hvdtrain.training.loop.hooks import Actions
+from hvdtrain.training.loop.bad_steps import check_rollback, rollback_to
 from hvdtrain.training.loop.keras_callbacks import evaluation_callbacks
-from hvdtrain.training.loop.loop import Plan
-from hvdtrain.training.loop.result import FitResult
+from hvdtrain.training.loop.loop import Actions, Plan
+from hvdtrain.training.loop.report import FitResult
 from hvdtrain.training.loop.standard_hooks import StandardTraining
 from hvdtrain.training.options import StepOptions, TrainerOptions, step_options
 from hvdtrain.training.pipelined.staging import check_optimizer, staged
-from hvdtrain.training.rollback import check_rollback, rollback_to
 from hvdtrain.training.run_info import run_info
-from hvdtrain.training.step.result import CompiledStep
-from hvdtrain.training.step.step_factory import StepFactory
+from hvdtrain.training.step.contract import CompiledStep
+from hvdtrain.training.step.step_factory import KerasStepFactory
 from hvdtrain.training.update_rules.base import UpdateRule
 from hvdtrain.training.update_rules.zero.building import is_built_sharded
 
 
 def step_factory_for(
     backend: Backend, model: Any, optimizer: Any, objective: Objective, options: StepOptions
-) -> StepFactory:
+) -> KerasStepFactory:
     """Return the step factory for `model` on `backend`. Raises ConfigError for incompatible options or layers."""
     if isinstance(model, PipelineStage):
         from hvdtrain.training.pipelined.factory import PipelineStepFactory
@@ -67,7 +66,7 @@ def step_factory_for(
             backend=backend, model=model, optimizer=optimizer, objective=objective, options=options
         )
     table = {backend.name: backend.capabilities.step_factory}
-    factory: StepFactory = resolve("backend", backend.name, table)(backend, model, optimizer, objective, options)
+    factory: KerasStepFactory = resolve("backend", backend.name, table)(backend, model, optimizer, objective, options)
     return factory
 
 

@@ -1,44 +1,44 @@
 """Run `fit` in a job's only world, or in every elastic one."""
 
 import inspect
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from os import PathLike
-from typing import Any
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 
 from hvdtrain.backends.select import backend_for
 from hvdtrain.config.checkpoint import Checkpoint, checkpoint_of
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.runtime.interrupts import InterruptWatch
+from hvdtrain.runtime.logs import LOGGER
 from hvdtrain.runtime.session import Session, current, join_next_world
-from hvdtrain.training.backup import agreed_backup, without_backup
+from hvdtrain.runtime.stopping import StopAgreement, Stopped
+from hvdtrain.state.scalars import Scalars
 from hvdtrain.training.elastic import Commits, check_elastic
 from hvdtrain.training.fit_arguments import FitArguments
-from hvdtrain.training.interruption import stoppable
+from hvdtrain.training.loop.bad_steps import check_rollback
 from hvdtrain.training.loop.keras_callbacks import go_on_writing
-from hvdtrain.training.loop.result import FitResult, summary_of
-from hvdtrain.training.resumable import ResumableTrainer, nothing_left, refuse_both, with_checkpoints
-from hvdtrain.training.rollback import check_rollback
+from hvdtrain.training.loop.report import FitResult, summary_of
+from hvdtrain.training.resumable import (
+    ResumableTrainer,
+    agreed_backup,
+    nothing_left,
+    refuse_both,
+    with_checkpoints,
+    without_backup,
+)
 from hvdtrain.training.run_info import console_for
-
-
-@dataclass(frozen=True)
-class FitRequest:
-    """A call of `Trainer.fit`."""
-
-    arguments: FitArguments
-    callbacks: Sequence[Any]
-    checkpoint: Checkpoint | str | PathLike[str] | None
-    verbose: str | int
 
 
 class FittingTrainer(ResumableTrainer):
     """Adds `fit` to the trainer; base of `Trainer`."""
 
-    def _fit(self, request: FitRequest, commits: Commits | None = None, commit_every: int | None = None) -> FitResult:
+    def _fit(
+        self, arguments: FitArguments, commits: Commits | None = None, commit_every: int | None = None
+    ) -> FitResult:
         """Train in this world, from the newest commit if any."""
-        arguments = request.arguments
-        callbacks, backup = without_backup(request.callbacks)
-        saved = checkpoint_of(request.checkpoint)
+        callbacks, backup = without_backup(arguments.callbacks)
+        saved = checkpoint_of(arguments.checkpoint)
         elastic = {} if commits is None else {"elastic": True, "commit_every": commit_every}
         self._agree("fit", {**arguments.facts(), "checkpoint": saved, **elastic}, callbacks)
         arguments.check()
@@ -54,14 +54,14 @@ class FittingTrainer(ResumableTrainer):
         self.build(data)
         again = commits is not None and commits.restore(self.state, self.backend)
         if again:
-            go_on_writing(request.callbacks)
+            go_on_writing(callbacks)
             goes_on = True
             self.broadcast_state()
         else:
             goes_on = self._begin_fit(data, arguments.initial_epoch, backup, described_data=saved is not None)
         plan = with_checkpoints(arguments.plan(self.state.scalars, data.steps_per_epoch), saved)
         plan = replace(plan, commit_every=commit_every)
-        observers = console_for(self.backend, request.verbose)
+        observers = console_for(self.backend, arguments.verbose)
         try:
             if goes_on and plan.total_steps == self.state.scalars.step:
                 observers.on_message(nothing_left(self.state.scalars))
@@ -74,7 +74,7 @@ class FittingTrainer(ResumableTrainer):
                     observers,
                     save=save,
                     callbacks=callbacks,
-                    verbose=request.verbose,
+                    verbose=arguments.verbose,
                     stopping=stopping,
                     commits=commits,
                 )
@@ -85,10 +85,10 @@ class FittingTrainer(ResumableTrainer):
             backup.finish()
         return result
 
-    def _fit_elastically(self, request: FitRequest, commit_every: int) -> FitResult:
+    def _fit_elastically(self, arguments: FitArguments, commit_every: int) -> FitResult:
         """Train in this world and its successors, as ranks leave and join."""
         check_elastic(current(), self.backend.name, self.options)
-        _refuse_ranks_own(request.arguments)
+        _refuse_ranks_own(arguments)
         commits, entered = Commits(), True
         _note_training(current())
         while True:
@@ -97,8 +97,8 @@ class FittingTrainer(ResumableTrainer):
                     self._enter(join_next_world(current()))
                     entered = True
                 settled = commits.agree("fit(elastic=True)", current())
-                commits.settled = settled or [request.arguments.data.global_batch(self.backend)]
-                result = self._fit(_with_batch(request, commits.settled[0]), commits, commit_every)
+                commits.settled = settled or [arguments.batch_for(arguments.given(), self.backend)]
+                result = self._fit(_with_batch(arguments, commits.settled[0]), commits, commit_every)
                 _note_end(current())
                 return result
             except Exception as error:
@@ -114,12 +114,9 @@ class FittingTrainer(ResumableTrainer):
         self._scalars_before = scalars
 
 
-def _with_batch(request: FitRequest, batch: int | None) -> FitRequest:
-    """Return the request with the first world's global batch; None for batched data."""
-    if batch is None:
-        return request
-    data = replace(request.arguments.data, batch=batch, batch_size=None)
-    return replace(request, arguments=replace(request.arguments, data=data))
+def _with_batch(arguments: FitArguments, batch: int | None) -> FitArguments:
+    """Return the arguments with the first world's global batch; None for batched data."""
+    return arguments if batch is None else replace(arguments, batch=batch, batch_size=None)
 
 
 def _note_training(session: Session) -> None:
@@ -142,10 +139,45 @@ def _note_end(session: Session) -> None:
 
 def _refuse_ranks_own(arguments: FitArguments) -> None:
     """Reject per-rank data, lost with a rank and missing on others (ConfigError)."""
-    if arguments.data.shard is not None:
+    if arguments.shard is not None:
         raise ConfigError(
-            f"fit(shard={arguments.data.shard!r}) does not go with elastic=True: a rank's part of the data would "
+            f"fit(shard={arguments.shard!r}) does not go with elastic=True: a rank's part of the data would "
             "be lost with it. Give every rank all of the data."
         )
-    if inspect.isgenerator(arguments.data.x):
+    if inspect.isgenerator(arguments.x):
         raise ConfigError("fit(elastic=True) restarts the data in each world: pass the function, not its generator.")
+
+
+@contextmanager
+def stoppable(checkpoint: Checkpoint | None, scalars: Scalars, total_steps: int) -> Iterator[StopAgreement | None]:
+    """Let signals stop the training inside this context; yields None without checkpoints.
+
+    Signals with a handler of the script are left to it. Raises Stopped: after the last step, which is saved; on every
+    rank.
+    """
+    if checkpoint is None:
+        yield None
+        return
+    session, folder = current(), os.fspath(checkpoint.folder)
+    link = session.link
+
+    def message() -> str:
+        where = f"interrupted at step {scalars.step} of {total_steps}"
+        return f"{where}. trainer.resume({folder!r}) before fit resumes from the newest checkpoint in it."
+
+    def failed() -> bool:
+        return bool(link.control.failures())
+
+    stopping = link.stoppable(scalars.step, grace=checkpoint.grace_seconds, ranks=session.control.size)
+    try:
+        with (
+            stopping as agreement,
+            InterruptWatch(lambda: session.environment, message, failed, stop=link.request_stop),
+        ):
+            yield agreement
+    except Stopped:
+        if session.world.primary:
+            LOGGER.info(message())
+        raise
+    if agreement.asked_here is not None:
+        os.kill(os.getpid(), agreement.asked_here)  # arrived after the last step: the training is complete and saved

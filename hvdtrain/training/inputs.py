@@ -1,5 +1,6 @@
 """Convert the data of `fit` and `evaluate` to streams of batches."""
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -8,12 +9,23 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
+from hvdtrain.backends.single import SingleBackend
 from hvdtrain.config.errors import ConfigError, DataError, NoSamplesError
+from hvdtrain.config.parallel import DATA_AXES
 from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.batch import Batch, Change, check_division, count_of, per_replica
 from hvdtrain.data.pipeline import SourceEvaluation, SourceTraining, TrainingData
 from hvdtrain.data.streams.dataset_batches import DatasetTraining, evaluation_of_dataset
-from hvdtrain.data.streams.given import AsMany, Given, check_given, check_order, content_of, draws, parts_of
+from hvdtrain.data.streams.given import (
+    AsMany,
+    Given,
+    check_given,
+    check_order,
+    content_of,
+    draws,
+    parts_of,
+    same_arrays,
+)
 from hvdtrain.data.streams.python_batches import (
     Cut,
     FirstPass,
@@ -24,7 +36,54 @@ from hvdtrain.data.streams.python_batches import (
     name_of,
     opened,
 )
+from hvdtrain.data.streams.rank_parts import RankEvaluation, RankTraining, agree_on_parts
 from hvdtrain.data.streams.sharded_dataset import first_and_shards, length_of
+from hvdtrain.runtime.session import current
+
+
+def is_arrays(data: Any) -> bool:
+    """Return whether `data` are arrays, as opposed to batches."""
+    return not isinstance(data, tf.data.Dataset) and not is_stream(data)
+
+
+def number_of_samples(data: Any) -> int:
+    """Return the samples of arrays."""
+    return data.size if isinstance(data, ArraySource) else len(tf.nest.flatten(data)[0])
+
+
+def first_batches(data: Any, steps: int | None, batch: int) -> Any:
+    """Return the first `steps` batches of evaluation data (arrays or batches); None: all."""
+    if steps is None:
+        return data
+    if isinstance(data, tf.data.Dataset):
+        return data.take(steps)
+    if isinstance(data, keras.utils.PyDataset):
+        return _FirstBatches(data, steps)
+    if is_stream(data):
+        return lambda: itertools.islice(iter(data()), steps)
+    return as_source(data).part(slice(0, steps * batch), "validation data")
+
+
+class _FirstBatches(keras.utils.PyDataset):
+    """The first batches of a PyDataset."""
+
+    def __init__(self, dataset: keras.utils.PyDataset, steps: int) -> None:
+        super().__init__(dataset.workers, dataset.use_multiprocessing, dataset.max_queue_size)
+        self._dataset = dataset
+        self._steps = steps
+
+    @property
+    def num_batches(self) -> int:
+        count = self._dataset.num_batches
+        return self._steps if count is None else min(count, self._steps)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._dataset[index]
+
+
+def as_source(data: Any) -> ArraySource:
+    """Return arrays as a source."""
+    return data if isinstance(data, ArraySource) else ArraySource(data)
 
 
 def training_data(
@@ -58,7 +117,7 @@ def training_data(
         return _stream(data, change, backend, batch=batch, seed=seed, shuffle=shuffle, steps_per_epoch=steps_per_epoch)
     if batch is None:
         raise ConfigError("Arrays need a batch: pass fit(…, batch=N), the samples per step over all ranks.")
-    source = data if isinstance(data, ArraySource) else ArraySource(data)
+    source = as_source(data)
     uneven = backend.capabilities.uneven
     per_replica(batch, backend.data_parallel.size, uneven=uneven)
     check_given(lambda: _given_arrays(source, batch), backend, "training")
@@ -188,7 +247,7 @@ def with_class_weights(data: Any, class_weight: Mapping[int, float] | None) -> A
         table[int(label)] = weight
     if isinstance(data, tf.data.Dataset) or is_stream(data):
         return WeightedBatches(data, lambda *elements: _weighted(elements, table))
-    elements = (data if isinstance(data, ArraySource) else ArraySource(data)).elements
+    elements = as_source(data).elements
     inputs, targets, factor = _weighted(elements, table)
     return inputs, targets, factor.numpy()
 
@@ -285,3 +344,79 @@ def _checked(batch: Any, parts: int) -> Any:
     if parts > 1:
         check_division(batch, parts)
     return batch
+
+
+def rank_training_data(
+    data: Any,
+    backend: Backend,
+    *,
+    batch: int | None,
+    seed: int,
+    shuffle: bool,
+    steps_per_epoch: int | None,
+) -> TrainingData:
+    """Return the stream of this rank's own data, possibly empty. Collective.
+
+    Arguments as for `training_data`, but batches hold the samples of one rank, and finite Datasets are repeated with
+    `steps_per_epoch`. Raises DataError if no rank has samples, or structures differ.
+    """
+    options: dict[str, Any] = {"seed": seed, "shuffle": shuffle, "steps_per_epoch": steps_per_epoch}
+    if backend.processes == 1:
+        return training_data(data, backend, batch=batch, **options)
+    _refuse_shared_samples(backend)
+    rows = None if batch is None else per_replica(batch, backend.data_parallel.size)
+    mine: TrainingData | None
+    try:
+        mine = training_data(data, SingleBackend(current()), batch=rows, **options)
+    except NoSamplesError:
+        mine = None
+    first = None if mine is None else next(mine.batches(0))
+    steps = 0 if mine is None else mine.steps_per_epoch
+    return RankTraining(mine, agree_on_parts(first, steps, backend, "training"), backend.data_parallel.size)
+
+
+def evaluation_data(
+    data: Any, backend: Backend, *, batch: int, steps: int | None, shard: str | None
+) -> Iterable[Batch]:
+    """Return this rank's share of evaluation data. Collective.
+
+    Arrays that are equal on all ranks are divided, even with `shard="rank"`; otherwise that means this rank's own
+    samples. `batch` counts samples over all ranks, for arrays.
+    """
+    if shard is None or backend.processes == 1 or (is_arrays(data) and same_arrays(data, backend)):
+        return validation_batches(first_batches(data, steps, batch), backend, batch=batch)
+    return own_evaluation_data(data, backend, batch=batch, steps=steps)
+
+
+def own_evaluation_data(
+    data: Any, backend: Backend, *, batch: int, steps: int | None, what: str = "validation"
+) -> RankEvaluation:
+    """Return this rank's own evaluation data, padded to equally many batches. Collective."""
+    _refuse_shared_samples(backend)
+    rows = per_replica(batch, backend.data_parallel.size) if is_arrays(data) else batch
+    try:
+        named = first_batches(data, steps, rows)
+        mine = validation_batches(named, SingleBackend(current()), batch=rows, what=what)
+        first = next(iter(mine), None)
+        count = 0 if first is None else _count(mine)
+    except NoSamplesError:
+        mine, first, count = (), None, 0
+    return RankEvaluation(mine, agree_on_parts(first, count, backend, what))
+
+
+def _refuse_shared_samples(backend: Backend) -> None:
+    """Reject per-rank samples if several ranks need the same ones. Raises ConfigError naming the mesh axes."""
+    if backend.job_size > backend.processes:
+        axes = ", ".join(f"{axis}={size}" for axis, size in backend.axes.items() if axis not in DATA_AXES)
+        raise ConfigError(
+            f'shard="rank" gives each rank samples of its own, and ranks along other axes than dp and ep take the same '
+            f"ones. Received: {axes}. Give all samples to every rank, without shard."
+        )
+
+
+def _count(batches: Iterable[Batch]) -> int:
+    """Return the number of batches, iterating if unknown."""
+    known = getattr(batches, "steps", None)
+    if known is None and isinstance(batches, tf.data.Dataset):
+        known = int(batches.cardinality())
+    return known if known is not None and known >= 0 else sum(1 for _ in batches)

@@ -11,24 +11,32 @@ from typing import Any
 from hvdtrain.config.checkpoint import Checkpoint
 from hvdtrain.config.elastic import COMMIT_EVERY, check_commits
 from hvdtrain.config.errors import ConfigError, opt
+from hvdtrain.data.batch import Batch
 from hvdtrain.data.streams.python_batches import as_function
 from hvdtrain.optim.precision import precision
 from hvdtrain.training.agreement import agree_on_call
-from hvdtrain.training.batch_calls import BatchTrainer
-from hvdtrain.training.data_arguments import check_counts, check_shard, combined, global_batch, number_of_samples
-from hvdtrain.training.evaluation.evaluate import Score, Scores
+from hvdtrain.training.evaluation.evaluate import Score, Scores, as_keras_returns
 from hvdtrain.training.evaluation.predict import build_for, own_outputs, prediction_batches
-from hvdtrain.training.fit_arguments import VALIDATION_BATCH, DataArguments, FitArguments, ValidationArguments
-from hvdtrain.training.fitting import FitRequest
+from hvdtrain.training.fit_arguments import (
+    VALIDATION_BATCH,
+    FitArguments,
+    check_counts,
+    check_shard,
+    combined,
+    global_batch,
+    preprocessed,
+    preprocessed_arguments,
+    preprocesses,
+)
+from hvdtrain.training.fitting import FittingTrainer
+from hvdtrain.training.inputs import evaluation_data, number_of_samples, validation_batches, with_class_weights
 from hvdtrain.training.loop.keras_callbacks import evaluation_callbacks
-from hvdtrain.training.loop.result import FitResult
-from hvdtrain.training.preprocessing import preprocessed, preprocessed_arguments, preprocesses
-from hvdtrain.training.rank_inputs import evaluation_data
+from hvdtrain.training.loop.report import FitResult
 from hvdtrain.training.run_info import show_evaluation
 from hvdtrain.training.update_rules.zero.building import is_built_sharded
 
 
-class Trainer(BatchTrainer):
+class Trainer(FittingTrainer):
     """Trains a Keras model on every rank of the session.
 
     For a compiled model, the optimizer, losses (with their weights) and metrics (with the weighted ones) of `compile`
@@ -55,6 +63,9 @@ class Trainer(BatchTrainer):
         ConfigError: invalid options, or a loss or metric that cannot be reduced over ranks.
         LaunchError: `hvdtrain.init()` was not called.
     """
+
+    _shares_state = False
+    """Whether the ranks have had the same state since the first call with a batch."""
 
     def fit(
         self,
@@ -133,37 +144,35 @@ class Trainer(BatchTrainer):
             BadStepError: the loss became NaN or infinite (NonFiniteError), or a spike (option `on_bad_step`).
         """
         arguments = FitArguments(
-            data=DataArguments(
-                x=x,
-                y=y,
-                sample_weight=sample_weight,
-                class_weight=class_weight,
-                batch_size=batch_size,
-                batch=batch,
-                steps_per_epoch=steps_per_epoch,
-                shuffle=shuffle,
-                shard=shard,
-            ),
-            validation=ValidationArguments(
-                validation_split=validation_split,
-                validation_data=validation_data,
-                validation_steps=validation_steps,
-                validation_batch_size=validation_batch_size,
-                validation_batch=validation_batch,
-                validation_freq=validation_freq,
-            ),
+            x=x,
+            y=y,
+            sample_weight=sample_weight,
+            class_weight=class_weight,
+            batch_size=batch_size,
+            batch=batch,
+            steps_per_epoch=steps_per_epoch,
+            shuffle=shuffle,
+            shard=shard,
+            validation_split=validation_split,
+            validation_data=validation_data,
+            validation_steps=validation_steps,
+            validation_batch_size=validation_batch_size,
+            validation_batch=validation_batch,
+            validation_freq=validation_freq,
             epochs=epochs,
             initial_epoch=initial_epoch,
             log_every=log_every,
+            callbacks=callbacks or (),
+            checkpoint=checkpoint,
+            verbose=verbose,
         )
         if preprocesses(self.model, x):
             arguments = preprocessed_arguments(self.model, arguments, self.backend)
-        request = FitRequest(arguments, callbacks or (), checkpoint, verbose)
         if elastic:
-            return self._fit_elastically(request, check_commits(commit_every))
+            return self._fit_elastically(arguments, check_commits(commit_every))
         if commit_every != COMMIT_EVERY:
             raise ConfigError(f"{opt('commit_every')} has no effect without {opt('elastic')}: leave it out.")
-        return self._fit(request)
+        return self._fit(arguments)
 
     def evaluate(
         self,
@@ -266,3 +275,52 @@ class Trainer(BatchTrainer):
     def predict_on_batch(self, x: Any) -> Any:
         """Return outputs for one batch, as `predict` does. Collective."""
         return self.predict(x, batch=number_of_samples(x))
+
+    def train_on_batch(
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        class_weight: Mapping[int, float] | None = None,
+        return_dict: bool = False,
+    ) -> float | list[Any] | dict[str, Any]:
+        """Take one optimizer step on a batch, and return its loss and metrics as Keras does. Collective.
+
+        Args:
+            x: inputs [samples, …] of the whole batch, on every rank; each trains on its part.
+            y: targets.
+            sample_weight: weight of each sample.
+            class_weight: weight of each class's samples, by label; multiplies sample weights.
+            return_dict: return loss and metrics by name.
+
+        Raises:
+            ConfigError: ranks that make another call.
+            DataError: unusable data, or ranks with different ones.
+        """
+        batch, samples = self._one_batch("train_on_batch", combined(x, y, sample_weight), class_weight)
+        self.build_on(batch, training=True)
+        if not self._shares_state:
+            self.broadcast_state()
+            self._shares_state = True
+        step = self._factory.train_step(self.state, self.rule, samples)
+        step.begin_metrics()
+        step(batch, measure=False)
+        self.state.scalars.step += 1
+        results = step.metrics_so_far()
+        self.rule.gather_weights()
+        return dict(results) if return_dict else as_keras_returns(self.model, results)
+
+    def test_on_batch(
+        self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False
+    ) -> Score | Scores | dict[str, Any]:
+        """Return loss and metrics of a batch as Keras does; arguments as for `train_on_batch`. Collective."""
+        batch, _ = self._one_batch("test_on_batch", combined(x, y, sample_weight), None)
+        outcome = self.evaluate_on([batch])
+        return outcome.as_dict() if return_dict else outcome.as_keras(self.model)
+
+    def _one_batch(self, call: str, data: Any, class_weight: Mapping[int, float] | None) -> tuple[Batch, int]:
+        """Return this replica's part of a batch, and the samples of all parts. Collective."""
+        agree_on_call(self.backend, call, {"class_weight": class_weight})
+        samples = number_of_samples(data)
+        weighted = with_class_weights(data, class_weight)
+        return next(iter(validation_batches(weighted, self.backend, batch=samples, what=call))), samples

@@ -17,7 +17,7 @@ from hvdtrain.compat.tensorflow import compiled
 from hvdtrain.config.errors import DesyncError, opt
 from hvdtrain.state.hashes import Holders, TensorHashes
 from hvdtrain.state.train_state import TrainState
-from hvdtrain.training.loop.hooks import StepEnd
+from hvdtrain.training.loop.loop import StepEnd
 from hvdtrain.training.update_rules.base import UpdateRule
 
 NAMED = 3

@@ -20,7 +20,7 @@ from hvdtrain.state.optimizers import optimizers_of, rate_of
 from hvdtrain.state.structure import structure_of
 from hvdtrain.state.variables import unwrap
 from hvdtrain.training.evaluation.evaluate import EvaluationHooks
-from hvdtrain.training.loop.hooks import Outcome, StepEnd
+from hvdtrain.training.loop.loop import Outcome, StepEnd
 
 _listed_callbacks = keras.callbacks
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.config.errors import NonFiniteError, opt
+from hvdtrain.training.step.contract import Totals
 from hvdtrain.training.step.guard import GOOD, SPIKE, GuardedTotals
-from hvdtrain.training.step.result import Totals
 
 MIN_LOSS_SCALE = 1.0
 """Below it, overflows are not caused by scaling."""

@@ -13,10 +13,9 @@ from hvdtrain.runtime.hang.signs import Activity
 from hvdtrain.runtime.logs import LOGGER
 from hvdtrain.state.scalars import Scalars
 from hvdtrain.state.train_state import TrainState
-from hvdtrain.training.loop.hooks import EPOCH_ENDS, MEASURED, Actions, Outcome, StepEnd
 from hvdtrain.training.loop.keras_callbacks import KerasCallbacks
-from hvdtrain.training.loop.loop import Plan, TrainingLoop
-from hvdtrain.training.step.result import CompiledStep
+from hvdtrain.training.loop.loop import EPOCH_ENDS, MEASURED, Actions, Outcome, Plan, StepEnd, TrainingLoop
+from hvdtrain.training.step.contract import CompiledStep
 from hvdtrain.training.update_rules.base import UpdateRule
 
 

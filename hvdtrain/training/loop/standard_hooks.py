@@ -21,14 +21,22 @@ from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.loop.bad_steps import BadStepPolicy
 from hvdtrain.training.loop.clock import DataWaitWatch
 from hvdtrain.training.loop.desync_check import DesyncCheck
-from hvdtrain.training.loop.hooks import EPOCH_ENDS, EVERY_STEP, MEASURED, STOPS, Actions, Outcome, StepEnd
 from hvdtrain.training.loop.keras_callbacks import callbacks_of_all, refuse_copies_of_slices, refuse_saves_within_epochs
-from hvdtrain.training.loop.loop import Plan, TrainingLoop
+from hvdtrain.training.loop.loop import (
+    EPOCH_ENDS,
+    EVERY_STEP,
+    MEASURED,
+    STOPS,
+    Actions,
+    Outcome,
+    Plan,
+    StepEnd,
+    TrainingLoop,
+)
 from hvdtrain.training.loop.loss_monitor import LossMonitor
-from hvdtrain.training.loop.report import TrainingReport
-from hvdtrain.training.loop.result import FitResult
+from hvdtrain.training.loop.report import FitResult, TrainingReport
 from hvdtrain.training.loop.saving_hooks import SavingHooks, begin_best, broadcast_metrics, note_best
-from hvdtrain.training.step.step_factory import StepFactory
+from hvdtrain.training.step.step_factory import KerasStepFactory
 from hvdtrain.training.update_rules.base import UpdateRule
 
 
@@ -51,7 +59,7 @@ class StandardTraining:
         *,
         backend: Backend,
         state: TrainState,
-        factory: StepFactory,
+        factory: KerasStepFactory,
         rule: UpdateRule,
         data: TrainingData,
         plan: Plan,

@@ -14,7 +14,7 @@ from hvdtrain.parallel.pipeline.exchange import Spec, StageExchange, boundary_sp
 from hvdtrain.parallel.pipeline.stage import PipelineStage, with_masks
 from hvdtrain.training.evaluation.evaluate import Evaluation, EvaluationHooks, KerasEvaluator
 from hvdtrain.training.evaluation.predict import Predictor
-from hvdtrain.training.pipelined.losses import MetricsBackend, Regularization
+from hvdtrain.training.pipelined.stage_training import MetricsBackend, Regularization
 from hvdtrain.training.step.batches import inputs_for, replica_slice
 
 

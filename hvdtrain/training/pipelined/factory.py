@@ -14,16 +14,17 @@ from hvdtrain.parallel.pipeline.stage import PipelineStage
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.advice import narrow
 from hvdtrain.training.compile_settings import Objective
+from hvdtrain.training.evaluation.evaluate import KerasEvaluator
+from hvdtrain.training.evaluation.predict import Predictor
 from hvdtrain.training.options import StepOptions
 from hvdtrain.training.pipelined.evaluation import PipelinedEvaluator, PipelinedPredictor, StageForward
 from hvdtrain.training.pipelined.forward_backward import PipelinedForwardBackward
-from hvdtrain.training.pipelined.losses import MetricsBackend, Regularization
-from hvdtrain.training.pipelined.stage_training import PipelineOptions
+from hvdtrain.training.pipelined.stage_training import MetricsBackend, PipelineOptions, Regularization
 from hvdtrain.training.step.batches import per_microbatch
+from hvdtrain.training.step.checks import check_sums
+from hvdtrain.training.step.contract import CompiledStep
 from hvdtrain.training.step.logs import StepLogs
-from hvdtrain.training.step.metric_check import check_sums
-from hvdtrain.training.step.result import CompiledStep
-from hvdtrain.training.step.step_factory import KerasStepFactory, Predict, StepEvaluator
+from hvdtrain.training.step.step_factory import KerasStepFactory
 from hvdtrain.training.step.train_step import TrainStep
 from hvdtrain.training.update_rules.base import UpdateRule
 
@@ -47,7 +48,7 @@ class PipelineStepFactory(KerasStepFactory):
                 "the layers of its stage: give a new optimizer."
             )
 
-    def _new_evaluator(self) -> StepEvaluator:
+    def _new_evaluator(self) -> KerasEvaluator:
         return PipelinedEvaluator(
             self._figures, self._model, forward=self._stage_forward, regularization=Regularization(self._model)
         )
@@ -118,6 +119,6 @@ class PipelineStepFactory(KerasStepFactory):
             figures=self._figures,
         )
 
-    def predictor(self) -> Predict:
+    def predictor(self) -> Predictor:
         """Return the pipeline's predictor."""
         return PipelinedPredictor(self._backend, self._pipeline, self._stage_forward)

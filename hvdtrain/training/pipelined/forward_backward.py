@@ -16,17 +16,23 @@ from hvdtrain.parallel.pipeline.schedule import Action, schedule_of
 from hvdtrain.parallel.pipeline.stage import PipelineStage
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.state.variables import unwrap
-from hvdtrain.training.pipelined import losses
 from hvdtrain.training.pipelined.evaluation import masked, receive_forward, rows_of
-from hvdtrain.training.pipelined.losses import LossShare, Regularization, WeightedLoss
-from hvdtrain.training.pipelined.stage_training import ParametersOf, PipelineOptions, StageTraining
-from hvdtrain.training.pipelined.tied import TiedGradients
+from hvdtrain.training.pipelined.stage_training import (
+    SHARE_SPEC,
+    LossShare,
+    ParametersOf,
+    PipelineOptions,
+    Regularization,
+    StageTraining,
+    WeightedLoss,
+    share_of,
+)
+from hvdtrain.training.pipelined.staging import TiedGradients
 from hvdtrain.training.step.batches import Microbatches, inputs_for, number_of_samples
+from hvdtrain.training.step.contract import Collected, LocalGradients
 from hvdtrain.training.step.finite import poison_of, zero_if_finite
-from hvdtrain.training.step.forward_backward import LocalGradients
 from hvdtrain.training.step.logs import StepLogs
 from hvdtrain.training.step.loss_terms import LossTerms, has_one_divisor
-from hvdtrain.training.step.parameters import Collected
 from hvdtrain.training.step.placeholder import counted, restored_if_empty
 
 
@@ -282,7 +288,7 @@ class ScheduledRun:
 
     def _seed_of_added(self, added: tf.Tensor, packed: tf.Tensor, part: Batch) -> tf.Tensor:
         """Return the upstream gradient of a stage's own loss, and count it."""
-        share = losses.share_of(packed)
+        share = share_of(packed)
         loss = counted(share.weight * added, part.has_samples)
         self.totals += tf.concat([loss[None], tf.zeros([3], tf.float64)], 0)
         return share.weight * share.seed
@@ -298,7 +304,7 @@ class ScheduledRun:
             share = [LossShare(taped.summed.weight, seed).packed()] if stage.needs_share else []
             return [taped.summed.total], [seed, *share]
         specs = [spec for spec in boundary_specs(stage.cut, taped.known, stage.number) if spec.is_float]
-        specs += [losses.SPEC] if stage.needs_share else []
+        specs += [SHARE_SPEC] if stage.needs_share else []
         with self._after(2):
             seeds = self._received(specs, taped, stage, label)
         return [tensor for tensor in taped.outputs if tensor.dtype.is_floating], seeds

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
@@ -25,30 +25,12 @@ from hvdtrain.training.step.batches import (
     reads_outputs,
     take_train_step,
 )
+from hvdtrain.training.step.contract import LocalGradients, Parameters, Pass
 from hvdtrain.training.step.finite import zero_if_finite
 from hvdtrain.training.step.logs import StepLogs
 from hvdtrain.training.step.loss_terms import MEANS, Kind, Kinds, LossTerms, has_one_divisor
-from hvdtrain.training.step.parameters import Parameters, Pass
 from hvdtrain.training.step.patches import active, offset_seeds, replaced, replaced_in_this_thread
 from hvdtrain.training.step.placeholder import counted, restored_if_empty, updated_statistics
-
-
-class LocalGradients(NamedTuple):
-    """Result of one replica's backward pass; sums over all replicas give the step."""
-
-    gradients: list[Gradient]
-    """Gradients of loss scale x loss x weight / expected_weight; for some update rules, shards of global sums."""
-    totals: tf.Tensor
-    """[3]: loss x weight, weight, and zero, or NaN if inputs or targets are not finite.
-
-    Each is summed over the replicas.
-    """
-    expected_weight: tf.Tensor
-    """Global sum of weights if they are numbers of samples: the same on all replicas."""
-    uniform: bool
-    """Whether the weights sum to `expected_weight`: then the reduced gradients are already the mean."""
-    poison: tf.Tensor | None = None
-    """As in `Collected`."""
 
 
 class ForwardBackward:

@@ -13,8 +13,8 @@ import tensorflow as tf
 from hvdtrain.compat.keras import flatten_layers, own_non_trainable_variables
 from hvdtrain.config.training import BadStepConfig
 from hvdtrain.state.variables import unwrap
+from hvdtrain.training.step.contract import LocalGradients
 from hvdtrain.training.step.finite import poison_of
-from hvdtrain.training.step.forward_backward import LocalGradients
 
 GOOD, NON_FINITE, SPIKE = 0, 1, 2
 """Verdicts on a step."""

@@ -23,7 +23,6 @@ from hvdtrain.data.batch import Batch, part_of, rows_of, samples_in
 from hvdtrain.runtime.compiled import run_once
 from hvdtrain.state.variables import unwrap
 from hvdtrain.training.step.batches import number_of_samples, reads_outputs
-from hvdtrain.training.step.graphs import draws, exchanges
 from hvdtrain.training.step.logs import StepLogs, metrics_of
 from hvdtrain.training.step.loss_terms import MEANS, Kind, Kinds, LossTerms, averaging, differentiating, means_of
 from hvdtrain.training.step.patches import active, replaced, replaced_in_this_thread
@@ -100,7 +99,7 @@ def kinds_of(
     sums = frozenset(number.name for number, kind in known if number.role == "figures" and kind == "sum")
     targets = [index for index, number in enumerate(formed) if number.role == "targets"]
     neither = exact and any(kinds[index] is None for index in targets)
-    if exact and targets and not neither and not _mixes_by_design(model, formed) and (halves := _halves(batch)):
+    if exact and targets and not neither and not _mixes_by_design(model, formed) and (halves := halves_of(batch)):
         first, second, whole = (of(part)[0] for part in halves)
         neither = any(not _adds_up(first[i], second[i], whole[i], mean=kinds[i] == "mean") for i in targets)
     found = Kinds(added=kinds_in("added"), targets=kinds_in("targets"), means=kinds_in("means"), figures=sums)
@@ -115,7 +114,7 @@ def warnings_of_losses(model: Any, batch: Batch) -> list[str]:
     evaluation, and of its halves.
     """
     unknown = [loss for loss in losses_by_output(model) if not _takes_samples_alone(loss)]
-    halves = _halves(batch)
+    halves = halves_of(batch)
     if not unknown or halves is None:
         return []
     outputs = model(halves[2].inputs, training=False)
@@ -158,7 +157,7 @@ def _takes_samples_alone(loss: Any) -> bool:
     return all(axis is not None and axis != 0 for axis in axes)
 
 
-def _halves(batch: Batch) -> tuple[Batch, Batch, Batch] | None:
+def halves_of(batch: Batch) -> tuple[Batch, Batch, Batch] | None:
     """Return the first and the second half of a batch, and both; None if there are not two samples."""
     first = part_of(batch, lambda count: (0, count // 2))
     second = part_of(batch, lambda count: (count // 2, count // 2 * 2))
@@ -317,3 +316,20 @@ def _of_hidden_sum(model: Any, sums: Iterable[str]) -> str:
         "differentiates within a tf.function, where it cannot be seen whether the loss is a sum, too: its gradient "
         "would be that of a rank's samples alone. Leave out @tf.function there, or use a mean."
     )
+
+
+def draws(graph: Any) -> bool:
+    """Return whether random numbers are drawn."""
+    return any("Random" in operation for operation in _operations(graph))
+
+
+def exchanges(graph: Any) -> bool:
+    """Return whether something is exchanged with other ranks."""
+    return any(operation.startswith("Horovod") for operation in _operations(graph))
+
+
+def _operations(graph: Any) -> Iterable[str]:
+    definition = graph.as_graph_def()
+    return {
+        node.op for nodes in (definition.node, *(f.node_def for f in definition.library.function)) for node in nodes
+    }

@@ -18,20 +18,19 @@ from hvdtrain.data.batch import Batch
 from hvdtrain.gradients.distributed_optimizer import DistributedOptimizer
 from hvdtrain.optim.averaging import has_averages, innermost, replaced_weights
 from hvdtrain.optim.clipping import ordered_sum
-from hvdtrain.optim.precision import has_dynamic_scale, loss_scale_of
 from hvdtrain.state.named_tensors import NamedTensor
-from hvdtrain.state.optimizers import MAIN, optimizers_of, rate_of, replicated_slots
+from hvdtrain.state.optimizers import MAIN, optimizers_of, replicated_slots
 from hvdtrain.state.structure import structure_of
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.state.variables import as_written, path_of, unwrap
 from hvdtrain.training.options import StepOptions
 from hvdtrain.training.step.batches import applies_nothing, number_of_samples, take_train_step
 from hvdtrain.training.step.finite import zero_if_finite
-from hvdtrain.training.step.logs import EpochMetrics, StepLogs
+from hvdtrain.training.step.logs import StepLogs
 from hvdtrain.training.step.loss_terms import MEANS, Kinds, LossTerms
 from hvdtrain.training.step.patches import offset_seeds, replaced, replaced_in_this_thread
 from hvdtrain.training.step.placeholder import restored_if_empty, updated_statistics
-from hvdtrain.training.step.result import Measured, StepResult
+from hvdtrain.training.step.train_step import ReplicaStep
 from hvdtrain.training.update_rules.base import UpdateRule
 
 
@@ -153,14 +152,10 @@ def stranger(model: Any, optimizer: Any) -> ConfigError:
     )
 
 
-class OptimizersStep(EpochMetrics):
-    """Calls a `train_step` whose optimizers exchange gradients as they apply them, weighted by samples.
+class OptimizersStep(ReplicaStep):
+    """A step whose optimizers exchange gradients as they apply them, weighted by samples.
 
-    Reports the model's results, as Keras does: the model's metrics count over an epoch, any other value is that of the
-    last batch.
-
-    Args:
-        kinds: which numbers of the step are sums over samples.
+    `kinds` says which numbers of the step are sums over samples.
     """
 
     def __init__(
@@ -169,31 +164,17 @@ class OptimizersStep(EpochMetrics):
         state: TrainState,
         exchange: OptimizerExchange,
         logs: StepLogs,
+        rule: UpdateRule,
         *,
         kinds: Kinds = MEANS,
     ) -> None:
-        super().__init__(backend, logs)
+        super().__init__(backend, state, logs, rule)
         self._kinds = kinds
-        self._state = state
         self._exchange = exchange
-        self._step = {
-            measure: tf.function(lambda batch, m=measure: self._run(batch, m), autograph=False, reduce_retracing=True)
-            for measure in (False, True)
-        }
 
-    def __call__(self, batch: Batch, *, measure: bool) -> StepResult:
-        """Train on `batch`; `measure` fills `Measured`. Collective."""
-        self._so_far = None
-        return self._step[measure](batch)
-
-    def _run(self, batch: Batch, measure: bool) -> StepResult:
-        return self._backend.run(self._replica_step, batch, measure)
-
-    def _replica_step(self, batch: Batch, measure: bool) -> StepResult:
-        model, exchange = self._state.model, self._exchange
-        self._state.seed_generators(self._backend.index, self._backend.process)
-        rate = rate_of(exchange.main)
-        samples = number_of_samples(batch)
+    def _updated(self, batch: Batch, *, measure: bool) -> tuple[tf.Tensor, tf.Tensor | None, None]:
+        """Call the model's `train_step`; there is no guard."""
+        model, exchange, samples = self._state.model, self._exchange, number_of_samples(batch)
         terms = LossTerms(
             model=model,
             collectives=self._backend,
@@ -205,15 +186,7 @@ class OptimizersStep(EpochMetrics):
         )
         with offset_seeds(self._backend.index), terms.corrected(), terms.gradients_in_full():
             watched = take_step(model, batch, exchange, self._logs, measure=measure, in_full=terms.in_full)
-        totals = self._totals(batch, watched, samples)
-        if not measure:
-            return StepResult(totals, None)
-        finite = tf.math.is_finite(zero_if_finite([v.read_value() for v in self._state.trainable.values()]))
-        scale = loss_scale_of(exchange.main) if has_dynamic_scale(exchange.main) else None
-        return StepResult(
-            totals,
-            Measured(learning_rate=rate, grad_norm=exchange.norm(), loss_scale=scale, finite=finite),
-        )
+        return self._totals(batch, watched, samples), exchange.norm() if measure else None, None
 
     def _totals(self, batch: Batch, watched: list[tf.Tensor], samples: tf.Tensor) -> tf.Tensor:
         """Return [0 or NaN, 0, 0 or NaN] over all replicas: finiteness of results and data; no loss."""

@@ -1,9 +1,9 @@
-"""Step factories: the protocol, and the factory of steps by the model's `train_step`."""
+"""Factory of compiled steps, update rule, evaluator and predictor of a model."""
 
 import inspect
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -25,16 +25,16 @@ from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.advice import narrow
 from hvdtrain.training.assembly import check_layers, refuse_carried_states, splits_sequences
 from hvdtrain.training.compile_settings import Objective, compile_for_trainer
-from hvdtrain.training.evaluation.evaluate import Evaluation, EvaluationHooks, KerasEvaluator
+from hvdtrain.training.evaluation.evaluate import KerasEvaluator
 from hvdtrain.training.evaluation.predict import Predictor
 from hvdtrain.training.options import StepOptions
-from hvdtrain.training.position_check import check_positions
 from hvdtrain.training.step.batches import forms_own_loss, has_own_train_step, keras_data, per_microbatch, reads_outputs
+from hvdtrain.training.step.checks import check_positions, check_states, check_sums
+from hvdtrain.training.step.contract import CompiledStep
 from hvdtrain.training.step.forward_backward import ForwardBackward
 from hvdtrain.training.step.logs import StepLogs
 from hvdtrain.training.step.loss_kinds import kinds_of, may_form_sums, warnings_of_losses
 from hvdtrain.training.step.loss_terms import MEANS, Kinds
-from hvdtrain.training.step.metric_check import check_sums
 from hvdtrain.training.step.optimizers import (
     OptimizerExchange,
     OptimizersStep,
@@ -43,73 +43,9 @@ from hvdtrain.training.step.optimizers import (
     take_step,
     unapplied,
 )
-from hvdtrain.training.step.result import CompiledStep
-from hvdtrain.training.step.state_check import check_states
 from hvdtrain.training.step.train_step import TrainStep
 from hvdtrain.training.update_rules.base import UpdateRule
 from hvdtrain.training.update_rules.select import DEFAULT, check_rule, chosen_rule, update_rule_for
-
-Evaluate = Callable[[Iterable[Batch], EvaluationHooks | None], Evaluation]
-
-
-class Predict(Protocol):
-    """Predicts by the model's `predict_step`."""
-
-    def __call__(self, batches: Iterable[Batch], callbacks: Any = None) -> Any:
-        """Return the outputs for `batches`, calling a Keras CallbackList. Collective."""
-
-
-class StepEvaluator(Protocol):
-    """Evaluates by the model's `test_step`."""
-
-    kinds: Kinds
-    """Which numbers of a batch are sums over samples."""
-    find_kinds: Callable[[Batch], Kinds] | None
-    """Finds them out on the first batch, where the model's own code forms numbers."""
-
-    def __call__(self, batches: Iterable[Batch], hooks: EvaluationHooks | None = None) -> Evaluation:
-        """Evaluate on `batches`. Collective."""
-
-
-class StepFactory(Protocol):
-    """Builds a model, its compiled step, update rule, evaluator and predictor."""
-
-    narrow_outputs: bool
-    """Whether the built model has 16-bit outputs."""
-    warnings: list[str]
-    """Of what the model computes otherwise than in one process."""
-
-    @property
-    def optimizer(self) -> Any:
-        """The optimizer; of several, once built, the first that is used."""
-
-    @property
-    def has_variables(self) -> bool:
-        """Whether all variables exist, without another batch."""
-
-    def check(self, source: Source) -> None:
-        """Reject data that do not fit the model, as far as known."""
-
-    def build(self, batch: Batch, *, training: bool) -> None:
-        """Build the model from a representative batch, and check loss and metrics."""
-
-    def update_rule(self) -> UpdateRule:
-        """Return the update rule of the built model, with its optimizer built."""
-
-    def is_settled(self, rule: UpdateRule) -> bool:
-        """Return whether `rule` is still that of the model, of which more may be known since."""
-
-    def metric_names(self) -> list[str]:
-        """Return the names reported per epoch, including any loss."""
-
-    def train_step(self, state: TrainState, rule: UpdateRule, batch: int) -> CompiledStep:
-        """Return the compiled step for global batches of `batch` samples."""
-
-    def evaluator(self) -> Evaluate:
-        """Return the evaluator."""
-
-    def predictor(self) -> Predict:
-        """Return the predictor."""
 
 
 class KerasStepFactory:
@@ -248,11 +184,11 @@ class KerasStepFactory:
             self._known[length] = self._new_step(state, rule=rule, microbatch=length)
         return self._known[length]
 
-    def evaluator(self) -> Evaluate:
+    def evaluator(self) -> KerasEvaluator:
         """Return the evaluator by `test_step`."""
         return self._evaluator
 
-    def predictor(self) -> Predict:
+    def predictor(self) -> Predictor:
         """Return the predictor by `predict_step`."""
         return Predictor(self._backend, self._model)
 
@@ -292,7 +228,7 @@ class KerasStepFactory:
         """Return what takes the place of the model's call in training; None: nothing."""
         return recomputed_model(self._model) if self._options.recompute else None
 
-    def _new_evaluator(self) -> StepEvaluator:
+    def _new_evaluator(self) -> KerasEvaluator:
         return KerasEvaluator(self._backend, self._model, rule=lambda: self._rule)
 
     def _new_logs(self) -> StepLogs:
@@ -320,7 +256,7 @@ class KerasStepFactory:
 
     def _new_step(self, state: TrainState, rule: UpdateRule, microbatch: int | None) -> CompiledStep:
         if self._several:
-            return OptimizersStep(self._backend, state, self._exchanging(), self._logs, kinds=self._kinds)
+            return OptimizersStep(self._backend, state, self._exchanging(), self._logs, rule, kinds=self._kinds)
         passes = ForwardBackward(
             self._backend,
             state,

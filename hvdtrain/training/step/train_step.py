@@ -16,10 +16,9 @@ from hvdtrain.optim.precision import has_dynamic_scale, loss_scale_of
 from hvdtrain.state.optimizers import rate_of
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.step.batches import Microbatches, replica_slice
-from hvdtrain.training.step.forward_backward import LocalGradients
+from hvdtrain.training.step.contract import LocalGradients, Measured, StepResult
 from hvdtrain.training.step.guard import VariableSnapshot, untrained_variables
 from hvdtrain.training.step.logs import EpochMetrics, StepLogs
-from hvdtrain.training.step.result import Measured, StepResult
 from hvdtrain.training.update_rules.base import UpdateRule
 
 MOST_GRAPHS = 32
@@ -96,16 +95,14 @@ class Passes(Protocol):
         """Report the loss of a step over all replicas, if it was not known to a pass."""
 
 
-class TrainStep(EpochMetrics):
-    """The compiled step of one replica.
+class ReplicaStep(EpochMetrics):
+    """The compiled step of one replica; base of steps that differ in who applies the gradients.
 
     Reports what the model's `train_step` returns, as Keras does: its metrics count over an epoch, any other value is
     that of the last batch.
 
     Args:
-        passes: computes the gradients of a microbatch.
         logs: the results of the model's `train_step`.
-        microbatch: samples per microbatch; a larger batch is accumulated. None: the whole batch.
         counts: whether this process sees the outputs; exactly one process of a replica does.
         experts: expert layers with routing metrics; default: the model's.
         figures: sums these metrics; default: the replicas.
@@ -115,23 +112,18 @@ class TrainStep(EpochMetrics):
         self,
         backend: Backend,
         state: TrainState,
-        passes: Passes,
         logs: StepLogs,
         rule: UpdateRule,
         *,
-        microbatch: int | None = None,
         counts: bool = True,
         experts: Sequence[MixtureOfExperts] | None = None,
         figures: Collectives | None = None,
     ) -> None:
         super().__init__(backend, logs, counts=counts)
         self._state = state
-        self._passes = passes
         self._rule = rule
-        self._microbatch = microbatch
         self._expert_layers = expert_layers(state.model) if experts is None else experts
         self._figures = figures or backend
-        self._sum = GradientSum(list(state.trainable.values()), give_back=True)
         # Two graphs, with and without measurement: a condition in one graph costs 5 % of a small step.
         self._general = {
             measure: tf.function(partial(self._run, measure=measure), autograph=False, reduce_retracing=True)
@@ -191,6 +183,36 @@ class TrainStep(EpochMetrics):
             Measured(learning_rate=rate, grad_norm=norm, loss_scale=scale, finite=finite),
             here,
         )
+
+    def _updated(self, batch: Batch, *, measure: bool) -> tuple[tf.Tensor, tf.Tensor | None, tf.Tensor | None]:
+        """Train on the batch; return the totals, the gradients' norm, and this replica's part of a guarded step."""
+        raise NotImplementedError
+
+
+class TrainStep(ReplicaStep):
+    """A step whose gradients an update rule applies.
+
+    Args:
+        passes: computes the gradients of a microbatch.
+        microbatch: samples per microbatch; a larger batch is accumulated. None: the whole batch.
+        options: of `ReplicaStep`.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        state: TrainState,
+        passes: Passes,
+        logs: StepLogs,
+        rule: UpdateRule,
+        *,
+        microbatch: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(backend, state, logs, rule, **options)
+        self._passes = passes
+        self._microbatch = microbatch
+        self._sum = GradientSum(list(state.trainable.values()), give_back=True)
 
     def _updated(self, batch: Batch, *, measure: bool) -> tuple[tf.Tensor, tf.Tensor | None, tf.Tensor | None]:
         """Train on the batch; a bad step changes no variable of model, optimizer or metrics."""

@@ -10,7 +10,7 @@ from hvdtrain.gradients.weighted_reduction import WeightedReducer
 from hvdtrain.optim.fused import fused_updates
 from hvdtrain.optim.precision import has_dynamic_scale
 from hvdtrain.training.options import StepOptions
-from hvdtrain.training.step.forward_backward import LocalGradients
+from hvdtrain.training.step.contract import LocalGradients
 from hvdtrain.training.update_rules.base import UpdateRule
 from hvdtrain.training.update_rules.split_model import SplitModel, overflowing_together
 

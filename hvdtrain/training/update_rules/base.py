@@ -15,11 +15,9 @@ from hvdtrain.state.optimizers import extend_optimizer, replicated_slots
 from hvdtrain.state.structure import structure_of
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.options import StepOptions
+from hvdtrain.training.step.contract import LocalGradients, Parameters, Totals
 from hvdtrain.training.step.finite import zero_if_finite
-from hvdtrain.training.step.forward_backward import LocalGradients
 from hvdtrain.training.step.guard import StepGuard
-from hvdtrain.training.step.parameters import Parameters
-from hvdtrain.training.step.result import Totals
 
 
 class UpdateRule:

@@ -24,8 +24,7 @@ from hvdtrain.runtime.compiled import run_once
 from hvdtrain.state.optimizers import slot_tensors
 from hvdtrain.state.structure import structure_of
 from hvdtrain.training.options import StepOptions
-from hvdtrain.training.step.forward_backward import LocalGradients
-from hvdtrain.training.step.result import Totals
+from hvdtrain.training.step.contract import LocalGradients, Totals
 from hvdtrain.training.update_rules.base import UpdateRule
 from hvdtrain.training.update_rules.split_model import SplitModel
 

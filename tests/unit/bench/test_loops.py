@@ -13,7 +13,7 @@ from hvdtrain.bench.trained import PARTS, Metered, NoUpdate, Stopwatch, measure,
 from hvdtrain.config.data import DataConfig
 from hvdtrain.config.model import ModelConfig
 from hvdtrain.runtime.launchers import detect_environment
-from hvdtrain.training.step.forward_backward import LocalGradients
+from hvdtrain.training.step.contract import LocalGradients
 
 pytestmark = pytest.mark.usefixtures("session")
 

@@ -11,7 +11,7 @@ from hvdtrain.observability.events import Observer
 from hvdtrain.runtime.session import current
 from hvdtrain.training.inputs import training_data, validation_batches
 from hvdtrain.training.loop.loop import Plan
-from hvdtrain.training.loop.result import FitResult, summary_of
+from hvdtrain.training.loop.report import FitResult, summary_of
 from hvdtrain.training.step import train_step
 from hvdtrain.training.trainer import Trainer
 from tests.builders import cross_entropy, dense, samples

@@ -14,8 +14,8 @@ from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.gradients.reduction import Gradient
 from hvdtrain.runtime.compiled import numbered, outermost_graph
 from hvdtrain.state.variables import unwrap
+from hvdtrain.training.step.contract import Collected, Parameters, Pass, serves_others
 from hvdtrain.training.step.finite import poison_of, zero_if_finite
-from hvdtrain.training.step.parameters import Collected, Parameters, Pass, serves_others
 from hvdtrain.training.step.placeholder import counted
 from hvdtrain.training.update_rules.zero.reducer import scattered
 from hvdtrain.training.update_rules.zero.regather import Burst, Gather, Scattered, gather_again

@@ -27,7 +27,7 @@ from hvdtrain.state.named_tensors import NamedTensor, placed_tensor
 from hvdtrain.state.optimizers import slot_tensors
 from hvdtrain.state.structure import structure_of
 from hvdtrain.training.options import StepOptions
-from hvdtrain.training.step.forward_backward import LocalGradients
+from hvdtrain.training.step.contract import LocalGradients
 from hvdtrain.training.update_rules.base import UpdateRule
 from hvdtrain.training.update_rules.split_model import SplitModel, overflowing_together
 from hvdtrain.training.update_rules.zero.reducer import OF_SUMS, ScatterReducer

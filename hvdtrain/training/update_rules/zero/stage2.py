@@ -18,8 +18,8 @@ from hvdtrain.gradients.reduction import Gradient
 from hvdtrain.parallel.pipeline.stage import PipelineStage
 from hvdtrain.runtime.compiled import numbered
 from hvdtrain.training.options import StepOptions
+from hvdtrain.training.step.contract import Collected, Parameters, Pass
 from hvdtrain.training.step.finite import poison_of
-from hvdtrain.training.step.parameters import Collected, Parameters, Pass
 from hvdtrain.training.update_rules.zero.reducer import scattered
 from hvdtrain.training.update_rules.zero.shards import Shard
 from hvdtrain.training.update_rules.zero.stage1 import ZeroUpdate

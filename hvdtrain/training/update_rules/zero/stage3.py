@@ -21,8 +21,8 @@ from hvdtrain.state.named_tensors import NamedTensor
 from hvdtrain.state.train_state import MODEL, TrainState
 from hvdtrain.state.variables import unwrap
 from hvdtrain.training.options import StepOptions
+from hvdtrain.training.step.contract import Parameters
 from hvdtrain.training.step.finite import poison_of
-from hvdtrain.training.step.parameters import Parameters
 from hvdtrain.training.update_rules.zero.building import gather_initial
 from hvdtrain.training.update_rules.zero.gathered import GatheredParameters, gathered_forward
 from hvdtrain.training.update_rules.zero.initial_slice import initial_slice_of

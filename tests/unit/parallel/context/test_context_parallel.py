@@ -17,7 +17,7 @@ from hvdtrain.parallel.context.positions import Positions, PositionSlices, belon
 from hvdtrain.parallel.context.split import separated, split_sequences
 from hvdtrain.parallel.outputs import local_outputs
 from hvdtrain.runtime.placement import drawn_for_samples
-from hvdtrain.training.position_check import check_positions
+from hvdtrain.training.step.checks import check_positions
 from tests.builders import compute_in
 from tests.extended import mostly_extended
 from tests.unit.threaded_exchange import Meeting, Replica, outcomes_on

@@ -14,7 +14,7 @@ from hvdtrain.config.training import DESYNC_EVERY
 from hvdtrain.state.hashes import TensorHashes
 from hvdtrain.state.named_tensors import replicated_tensor
 from hvdtrain.training.loop.desync_check import DesyncCheck
-from hvdtrain.training.loop.hooks import StepEnd
+from hvdtrain.training.loop.loop import StepEnd
 from hvdtrain.training.options import step_options
 
 VALUES = {

@@ -11,10 +11,19 @@ from hvdtrain.config.errors import ConfigError, NonFiniteError
 from hvdtrain.runtime.hang.signs import Activity
 from hvdtrain.state.scalars import Scalars
 from hvdtrain.training.loop import loss_monitor
-from hvdtrain.training.loop.hooks import EPOCH_ENDS, EVERY_STEP, MEASURED, STOPS, Outcome, When
-from hvdtrain.training.loop.loop import FEW_STEPS, Plan, TrainingLoop
+from hvdtrain.training.loop.loop import (
+    EPOCH_ENDS,
+    EVERY_STEP,
+    FEW_STEPS,
+    MEASURED,
+    STOPS,
+    Outcome,
+    Plan,
+    TrainingLoop,
+    When,
+)
 from hvdtrain.training.loop.loss_monitor import LossMonitor
-from hvdtrain.training.step.result import StepResult
+from hvdtrain.training.step.contract import StepResult
 
 STEPS_PER_EPOCH = 4
 

@@ -15,7 +15,7 @@ from hvdtrain.parallel.pipeline.cut import cut_model
 from hvdtrain.parallel.pipeline.stage import PipelineStage, with_masks
 from hvdtrain.runtime.placement import Placement, place
 from hvdtrain.training.options import step_options
-from hvdtrain.training.pipelined.losses import LossShare, adds_losses, share_of, shared_up_to
+from hvdtrain.training.pipelined.stage_training import LossShare, adds_losses, share_of, shared_up_to
 from hvdtrain.training.pipelined.staging import staged
 from hvdtrain.training.step.batches import Microbatches
 

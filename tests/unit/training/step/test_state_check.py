@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.batch import as_batch
-from hvdtrain.training.step.state_check import check_states
+from hvdtrain.training.step.checks import check_states
 
 X = np.random.default_rng(0).standard_normal((7, 3)).astype("float32")
 

@@ -1,5 +1,6 @@
-"""Optimizer step on one of several asynchronous workers."""
+"""Training, evaluation and prediction on asynchronous workers, for the parameter-server backend."""
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -8,18 +9,58 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.backends.parameter_server import ParameterServerBackend
 from hvdtrain.backends.protocol import Backend, Future, Workers
+from hvdtrain.compat.keras import flatten_layers
+from hvdtrain.config.errors import ConfigError, DataError, opt
 from hvdtrain.data.batch import Batch, as_batch
+from hvdtrain.layers.recompute import Recompute
 from hvdtrain.state.optimizers import rate_of
 from hvdtrain.state.structure import seed_states
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.state.variables import unwrap
-from hvdtrain.training.asynchronous.evaluate import Tally
+from hvdtrain.training.compile_settings import Objective
+from hvdtrain.training.evaluation.evaluate import Evaluation, EvaluationHooks, KerasEvaluator, evaluation_of
+from hvdtrain.training.evaluation.predict import Predictor, predicted
+from hvdtrain.training.options import StepOptions
+from hvdtrain.training.step.batches import inputs_for
+from hvdtrain.training.step.contract import CompiledStep, Measured, StepResult
 from hvdtrain.training.step.finite import zero_if_finite
 from hvdtrain.training.step.forward_backward import ForwardBackward
-from hvdtrain.training.step.logs import StepLogs, Value
-from hvdtrain.training.step.result import Measured, StepResult
+from hvdtrain.training.step.logs import StepLogs, Value, metric_value
+from hvdtrain.training.step.step_factory import KerasStepFactory
 from hvdtrain.training.update_rules.base import UpdateRule
+
+
+class AsynchronousStepFactory(KerasStepFactory):
+    """hvdtrain's step and evaluation, dispatched to workers.
+
+    Raises ConfigError for a layer that would use other random numbers in the backward pass.
+    """
+
+    def __init__(
+        self, backend: ParameterServerBackend, model: Any, optimizer: Any, objective: Objective, options: StepOptions
+    ) -> None:
+        self._workers = backend.workers
+        super().__init__(backend, model, optimizer, objective, options)
+        if any(isinstance(layer, Recompute) for layer in flatten_layers(model)):
+            raise ConfigError(
+                f"hvdtrain.Recompute is not for {opt('backend', backend.name)}: leave it out, or use "
+                f"{opt('backend', 'horovod')}."
+            )
+
+    def _new_evaluator(self) -> KerasEvaluator:
+        return AsynchronousEvaluator(self._backend, self._workers, self._model)
+
+    def _new_step(self, state: TrainState, rule: UpdateRule, microbatch: int | None) -> CompiledStep:
+        passes = ForwardBackward(self._backend, state, self._logs, kinds=self._kinds, divides=False)
+        return AsynchronousStep(
+            backend=self._backend, workers=self._workers, state=state, passes=passes, logs=self._logs, rule=rule
+        )
+
+    def predictor(self) -> Predictor:
+        """Return a predictor on workers."""
+        return AsynchronousPredictor(self._backend, self._workers, self._model)
 
 
 class _Scope(keras.StatelessScope):
@@ -202,3 +243,103 @@ class _TotalsOf:
 
     def numpy(self) -> Any:
         return self._later.fetch()["totals"]
+
+
+class Tally:
+    """Metric states accumulated in float64 over batches of several workers."""
+
+    def __init__(self, logs: StepLogs) -> None:
+        self._logs = logs
+        self.reset()
+
+    def reset(self) -> None:
+        """Reset all counts."""
+        self._sums: list[np.ndarray] | None = None
+        self._pending: list[Future] = []
+
+    def add(self, later: Future) -> None:
+        """Count the `metrics` of a pending call."""
+        self._pending.append(later)
+
+    def restore_sums(self, sums: Mapping[str, Sequence[Any]]) -> None:
+        """Restore the result of `sums`."""
+        self._logs.restore_sums(sums, counted_here=True)
+        self._sums = [np.asarray(variable).astype(np.float64) for variable in self._logs.variables()]
+
+    def sums(self) -> dict[str, list[Any]]:
+        """Wait for pending calls and return each metric's variables by name."""
+        with self._held():
+            return {name: [v.tolist() for v in values] for name, values in self._logs.states().items()}
+
+    def results(self) -> dict[str, Value]:
+        """Wait for pending calls and return each result."""
+        with self._held():
+            return {name: metric_value(value) for name, value in self._logs.local_results().items()}
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """Let the metrics' variables hold what was counted."""
+        variables = self._logs.variables()
+        for later in self._pending:
+            states = [np.asarray(value, np.float64) for value in later.fetch()["metrics"]]
+            self._sums = states if self._sums is None else [a + b for a, b in zip(self._sums, states, strict=True)]
+        self._pending.clear()
+        for place, variable in enumerate(variables):
+            value = tf.zeros_like(variable) if self._sums is None else self._sums[place]
+            variable.assign(tf.cast(value, variable.dtype))
+        yield
+
+
+class AsynchronousEvaluator(KerasEvaluator):
+    """Calls the model's `test_step` for each batch on a worker, and adds up the metrics' states."""
+
+    def __init__(self, backend: Backend, workers: Workers, model: Any) -> None:
+        super().__init__(backend, model)
+        self._workers = workers
+        self._evaluate = tf.function(
+            lambda *parts: backend.run(self._states, *parts), autograph=False, reduce_retracing=True
+        )
+
+    def __call__(self, batches: Iterable[Batch], hooks: EvaluationHooks | None = None) -> Evaluation:
+        """Evaluate on `batches`, calling `hooks`. Raises DataError for no samples."""
+        begin = time.perf_counter()
+        hooks, tally = hooks or EvaluationHooks(), Tally(self._logs)
+        number = -1
+        for number, batch in enumerate(batches):
+            hooks.begin_test_step(number)
+            parts = batch[:2] if batch.sample_weight is None else batch[:3]
+            tally.add(self._workers.schedule(self._evaluate, *parts))
+            hooks.end_test_step(number, tally.results)
+        if number < 0:
+            raise DataError("There is nothing to evaluate: the validation data hold no samples.")
+        results = tally.results()
+        self._logs.reset()
+        return evaluation_of(results, time.perf_counter() - begin)
+
+    def _states(self, *data: Any) -> dict[str, Any]:
+        """Return the state of each metric after one batch alone."""
+        variables = self._logs.keras_variables()
+        empty = [(v, tf.zeros(v.shape, v.dtype)) for v in variables]
+        with _Scope(empty, reads=True) as scope:
+            with self._logs.recording():
+                returned = self._model.test_step(data)
+            self._logs.take(returned, tf.cast(tf.shape(tf.nest.flatten(data)[0])[0], tf.float64))
+        return {"metrics": [tf.convert_to_tensor(scope.get_current_value(v)) for v in variables]}
+
+
+class AsynchronousPredictor(Predictor):
+    """Predicts each batch on a worker."""
+
+    def __init__(self, backend: Backend, workers: Workers, model: Any) -> None:
+        super().__init__(backend, model)
+        self._workers = workers
+        self._outputs = tf.function(
+            lambda inputs: backend.run(lambda own: model(inputs_for(model, own), training=False), inputs),
+            autograph=False,
+            reduce_retracing=True,
+        )
+
+    def __call__(self, batches: Iterable[Batch], callbacks: Any = None) -> Any:
+        """Return the outputs [samples, …] in the model's structure and input order. Raises DataError if empty."""
+        outcomes = [self._workers.schedule(self._outputs, batch.inputs) for batch in batches]
+        return predicted(outcomes, lambda one: one.fetch(), callbacks)
