@@ -61,8 +61,7 @@ def refuse_instances(backend: str, model: Any, optimizer: Any) -> None:
         if isinstance(given, kind):
             raise ConfigError(
                 f"{opt('backend', backend)} makes variables for its replicas itself: give Trainer a function that "
-                "builds the "
-                f"{name}, such as lambda: {type(given).__name__}(...). Received: the {name} {given.name!r}."
+                f"builds the {name}, such as lambda: {type(given).__name__}(...). Received: the {name} {given.name!r}."
             )
 
 
@@ -128,9 +127,8 @@ def check_split(model: Any, axes: Mapping[str, int]) -> None:
         if axis not in used:
             raise ConfigError(
                 f"{opt('parallel')} names an axis along which nothing of the model {model.name!r} is split: its {size} "
-                "ranks "
-                f"would all do the same work. Received: {axis}={size}. Leave the axis out; docs/parallel.md has what "
-                "splits a model."
+                f"ranks would all do the same work. Received: {axis}={size}. Leave the axis out; docs/parallel.md has "
+                "what splits a model."
             )
 
 

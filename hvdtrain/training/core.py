@@ -265,15 +265,7 @@ class TrainerCore:
         info = info or run_info(self.backend, state=self.state, options=self.options, data=data, plan=plan)
         notes = [*getattr(data, "notes", ()), *self._factory.warnings]
         self._announcer.announce(info, self.state, observers, notes, narrow_outputs=self._factory.narrow_outputs)
-        saving = None if save is None else lambda: save(self.state)
-        actions = Actions(
-            evaluate=self._evaluate,
-            prepare_to_evaluate=self.prepare_to_evaluate,
-            consolidate=self.consolidate,
-            prepare_to_save=self.prepare_to_save,
-            averaged_weights=self.averaged_weights,
-            save=saving,
-        )
+        actions = Actions(evaluate=self._evaluate, save=None if save is None else lambda: save(self.state))
         if isinstance(save, BackgroundSaver):
             actions = replace(actions, finish_save=save.finish)
             if self.options.on_bad_step == "rollback":
@@ -320,16 +312,6 @@ class TrainerCore:
     def consolidate(self) -> None:
         """Make the model hold the weights to be evaluated and saved. Collective."""
         self.rule.consolidate()
-        self.state.average_statistics(self.backend)
-
-    def prepare_to_evaluate(self) -> None:
-        """Prepare the model for `_evaluate`. Collective."""
-        self.rule.prepare_to_evaluate()
-        self.state.average_statistics(self.backend)
-
-    def prepare_to_save(self) -> None:
-        """Prepare the state for saving. Collective."""
-        self.rule.prepare_to_save()
         self.state.average_statistics(self.backend)
 
     def averaged_weights(self) -> AbstractContextManager[None]:

@@ -186,15 +186,13 @@ def check_undivided(options: StepOptions, shard_by: Sharding) -> None:
     rule = chosen_rule(options)
     if rule != DEFAULT:
         raise ConfigError(
-            f"{opt(rule)} does not go with {opt('elastic')}: every rank must hold all of the state. "
-            "Leave "
-            "out one of them."
+            f"{opt(rule)} does not go with {opt('elastic')}: every rank must hold all of the state. Leave out one of "
+            "them."
         )
     if shard_by == "files":
         raise ConfigError(
             f"--shard-by files does not go with {opt('elastic')}: within an epoch its files cannot be divided among "
-            "other "
-            "ranks. Leave out one of them."
+            "other ranks. Leave out one of them."
         )
 
 

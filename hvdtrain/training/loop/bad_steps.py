@@ -145,8 +145,7 @@ def check_rollback(options: StepOptions, *, saves: bool) -> None:
     if options.on_bad_step == "rollback" and not saves:
         raise ConfigError(
             f"{opt('on_bad_step', 'rollback')} goes back to the newest checkpoint of the training. Received: a "
-            "training that "
-            f"saves none. Pass fit(…, checkpoint=FOLDER), or use {opt('on_bad_step', 'skip')}."
+            f"training that saves none. Pass fit(…, checkpoint=FOLDER), or use {opt('on_bad_step', 'skip')}."
         )
 
 

@@ -133,8 +133,7 @@ def _other_causes(threads: Sequence[int]) -> str:
 def _message_of_gradients(where: str, deviations: Mapping[str, float]) -> str:
     return (
         f"After {where} ranks that hold slices of the same layers (tp in {opt('parallel')}) must have computed the "
-        "same "
-        "gradients of what each of them holds whole, but for rounding. Received: gradients that differ by "
+        "same gradients of what each of them holds whole, but for rounding. Received: gradients that differ by "
         f"{max(deviations.values()):.1%} of the norm of all of them, of {_named(list(deviations))}. These ranks see "
         "the same samples: a layer draws its own numbers on each rank, as by NumPy in a tf.numpy_function, or depends "
         "on the rank. Draw by a keras.random.SeedGenerator that is an attribute of the layer."

@@ -22,24 +22,24 @@ from hvdtrain.state.variables import unwrap
 from hvdtrain.training.evaluation.evaluate import EvaluationHooks
 from hvdtrain.training.loop.loop import Outcome, StepEnd
 
-_listed_callbacks = keras.callbacks
+_callbacks = keras.callbacks
 
 
 def check_callback(callback: Any) -> None:
     """Reject unsupported callbacks. Raises ConfigError with the reason."""
-    if isinstance(callback, _listed_callbacks.BackupAndRestore):
+    if isinstance(callback, _callbacks.BackupAndRestore):
         raise ConfigError(
             "BackupAndRestore would restore rank 0 alone here: Trainer.fit takes it, or trainer.resume(folder) before "
             "training goes on from a checkpoint."
         )
-    if not isinstance(callback, _listed_callbacks.Callback):
+    if not isinstance(callback, _callbacks.Callback):
         raise ConfigError(f"callbacks must be keras.callbacks.Callback objects. Received: {callback!r}.")
 
 
 def refuse_saves_within_epochs(callbacks: Sequence[Any]) -> None:
     """Reject callbacks that save after batches, when replicas' weights differ (ConfigError)."""
     for callback in tf.nest.flatten(list(callbacks)):
-        if isinstance(callback, _listed_callbacks.ModelCheckpoint) and callback.save_freq != "epoch":
+        if isinstance(callback, _callbacks.ModelCheckpoint) and callback.save_freq != "epoch":
             raise ConfigError(
                 f"ModelCheckpoint(save_freq={callback.save_freq}) would save rank 0's own weights, which "
                 f"{opt('local_steps')} "
@@ -53,20 +53,19 @@ def refuse_copies_of_slices(callbacks: Sequence[Any], *, saves: bool) -> None:
     `saves` says whether checkpoints are written, which do not support such copies.
     """
     for callback in tf.nest.flatten(list(callbacks)):
-        if isinstance(callback, _listed_callbacks.ModelCheckpoint):
+        if isinstance(callback, _callbacks.ModelCheckpoint):
             raise ConfigError(
                 f"{type(callback).__name__} would write the slices of one rank, and the model is split among several: "
                 "write checkpoints by fit(checkpoint=…) or --checkpoint-every, and a whole file from one of them by "
                 "python -m hvdtrain checkpoint export."
             )
-        if saves and isinstance(callback, _listed_callbacks.EarlyStopping) and callback.restore_best_weights:
+        if saves and isinstance(callback, _callbacks.EarlyStopping) and callback.restore_best_weights:
             raise ConfigError(
                 f"{type(callback).__name__}(restore_best_weights=True) keeps weights of which each rank has slices, "
                 "and checkpoints cannot take these yet: leave it out; --keep-best keeps the best checkpoint."
             )
 
 
-_callbacks = keras.callbacks
 WRITERS = (_callbacks.ModelCheckpoint, _callbacks.CSVLogger, _callbacks.TensorBoard, _callbacks.RemoteMonitor)
 """Callbacks that run on the first replica only; all others run on every replica with the same metrics."""
 RATE_SETTERS = (_callbacks.ReduceLROnPlateau, _callbacks.LearningRateScheduler)
@@ -95,7 +94,7 @@ def needs_of_all(callbacks: Sequence[Any], backend: Backend) -> CallbackNeeds:
     mine = CallbackNeeds(
         anything=bool(flat),
         batches=any(map(_asks_for_batches, flat)),
-        test_batches=any(map(_asks_for_test_batches, flat)),
+        test_batches=any(_overrides(callback, _TEST_BATCH_HOOKS) for callback in flat),
         ends_on_nan=any(isinstance(callback, _callbacks.TerminateOnNaN) for callback in flat),
     )
     everyone = gather(backend, mine._asdict())
@@ -159,14 +158,12 @@ def go_on_writing(callbacks: Sequence[Any]) -> None:
 
 def that_change_training(callbacks: Sequence[Any]) -> str:
     """Return the names of Keras callbacks that set weights or rates."""
-    return ", ".join(type(callback).__name__ for callback in _that_change_training(callbacks)) or "none"
-
-
-def _that_change_training(callbacks: Sequence[Any]) -> Iterator[Any]:
+    names = []
     for callback in tf.nest.flatten(list(callbacks)):
         restores = isinstance(callback, _callbacks.EarlyStopping) and callback.restore_best_weights
         if restores or isinstance(callback, RATE_SETTERS):
-            yield callback
+            names.append(type(callback).__name__)
+    return ", ".join(names) or "none"
 
 
 class KerasCallbacks(EvaluationHooks):
@@ -210,11 +207,10 @@ class KerasCallbacks(EvaluationHooks):
         # Per-step metrics cost an exchange and a wait, so they are computed only if a callback needs them.
         self.needs = needs
         self._logs: dict[str, Any] = {}
-        self._gather = compiled(lambda mine: backend.run(self._agree, mine))
+        self._gather = compiled(
+            lambda mine: backend.run(lambda: backend.everyone.all_gather(mine, name="callbacks/agreement"))
+        )
         model.stop_training = False
-
-    def _agree(self, mine: tf.Tensor) -> tf.Tensor:
-        return self._backend.everyone.all_gather(mine, name="callbacks/agreement")
 
     @property
     def history(self) -> Any:
@@ -363,10 +359,6 @@ def _asks_for_batches(callback: Any) -> bool:
     if isinstance(callback, _callbacks.TensorBoard):
         return callback.update_freq != "epoch" or profiles_batches(callback)
     return _overrides(callback, _BATCH_HOOKS)
-
-
-def _asks_for_test_batches(callback: Any) -> bool:
-    return _overrides(callback, _TEST_BATCH_HOOKS)
 
 
 def _overrides(callback: Any, hooks: Sequence[str]) -> bool:

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass
 from enum import IntEnum
 from typing import Any
@@ -23,18 +22,10 @@ from hvdtrain.training.step.contract import CompiledStep, StepResult
 
 @dataclass(frozen=True, kw_only=True)
 class Actions:
-    """Operations of the trainer that the loop calls. Each is collective."""
+    """Operations around the training that the loop calls. Each is collective."""
 
     evaluate: Callable[[Iterable[Batch], EvaluationHooks | None], Evaluation]
     """Evaluates the model."""
-    prepare_to_evaluate: Callable[[], None]
-    """Prepares the model for `evaluate`."""
-    consolidate: Callable[[], None]
-    """Makes the model hold the weights to be evaluated."""
-    prepare_to_save: Callable[[], None]
-    """Prepares the state for saving."""
-    averaged_weights: Callable[[], AbstractContextManager[None]]
-    """Swaps in the EMA of the weights inside a context."""
     save: Callable[[], object] | None
     """Saves the state, possibly in the background; None: never."""
     finish_save: Callable[[], object] = lambda: None

@@ -103,11 +103,6 @@ class LossMonitor:
         return found
 
     @property
-    def loss_so_far(self) -> float:
-        """Mean loss over the current epoch, as far as read."""
-        return _mean(self._epoch)
-
-    @property
     def epoch_sums(self) -> tuple[float, float]:
         """Weighted losses and weights of the current epoch, as far as read."""
         return float(self._epoch[0]), float(self._epoch[1])

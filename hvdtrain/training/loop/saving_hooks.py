@@ -79,97 +79,37 @@ def broadcast_metrics(figures: Mapping[str, Any], backend: Backend) -> dict[str,
     }
 
 
-class Saving:
-    """Saves a training; a failed checkpoint is an error only at the end. Collective.
+class SavingHooks:
+    """Saves the state including metrics, callbacks and bad-step history. Collective.
 
-    While training continues, it is a warning.
-
-    Args:
-        state: the training state. A best epoch that could not be saved is reverted.
-        save: starts writing a checkpoint; raises the same on all ranks.
-        finish: waits for it; raises the same on all ranks.
-        speaks: whether this rank warns.
+    A checkpoint that fails while training continues is a warning; at the end, it is an error.
     """
 
     def __init__(
-        self, state: TrainState, save: Callable[[], object], finish: Callable[[], object], *, speaks: bool
-    ) -> None:
-        self._state = state
-        self._save = save
-        self._finish = finish
-        self._speaks = speaks
-        self._begun = 0
-        self._best_before: dict[int, dict[str, Any] | None] = {}
-
-    def finish_earlier(self) -> None:
-        """Wait for the previous checkpoint."""
-        self._attempt(self._finish, self._begun)
-
-    def save(self, step: StepEnd) -> None:
-        """Save after `step`; at the end of training or on a stop, wait for it.
-
-        Raises CheckpointError if the end of training could not be saved.
-        """
-        self._begun = step.number
-        self._attempt(self._save, step.number, needed=step.last)
-        if step.last or step.stops:
-            self._attempt(self._finish, step.number, needed=step.last)
-
-    def save_beginning(self, step: int) -> None:
-        """Save before the first step, after `step` earlier ones; raise CheckpointError on failure."""
-        self._begun = step
-        self._attempt(self._save, step, needed=True)
-        self._attempt(self._finish, step, needed=True)
-
-    def note_best(self, before: dict[str, Any] | None) -> None:
-        """Remember the best epoch `before`, if it has changed."""
-        best = self._state.scalars.best
-        if best is not None and best != before:
-            self._best_before = {best["step"]: before}
-
-    def _attempt(self, act: Callable[[], object], step: int, *, needed: bool = False) -> None:
-        try:
-            act()
-        except CheckpointError as error:
-            if needed:
-                raise
-            best = self._state.scalars.best
-            if best is not None and best["step"] == step:
-                self._state.scalars.best = self._best_before.get(step)
-            if self._speaks:
-                what = str(error).rstrip(".")
-                text = f"{what}. Existing checkpoints stay, and training continues."
-                LOGGER.warning(text)
-
-
-class SavingHooks:
-    """Saves the state including metrics, callbacks and bad-step history. Collective."""
-
-    def __init__(
         self,
-        plan: Plan,
+        backend: Backend,
         state: TrainState,
+        plan: Plan,
         rule: UpdateRule,
         step: CompiledStep,
         actions: Actions,
         callbacks: KerasCallbacks | None,
         activity: Activity,
-        *,
-        speaks: bool,
     ) -> None:
-        self._plan = plan
+        self._backend = backend
         self._state = state
+        self._plan = plan
         self._rule = rule
         self._step = step
         self._actions = actions
-        save, finish = actions.save, actions.finish_save
-        self._saving = None if save is None else Saving(state, save, finish, speaks=speaks)
         self._callbacks = callbacks
         self._activity = activity
+        self._begun = 0
+        self._best_before: dict[int, dict[str, Any] | None] = {}
 
     def add_saves(self, loop: TrainingLoop) -> None:
         """Add the hooks that save, if anything is saved."""
-        if self._saving is None:
+        if self._actions.save is None:
             return
         loop.add_hook(self._save, self._plan.saved)
         if self._actions.roll_back is not None:
@@ -187,16 +127,16 @@ class SavingHooks:
         """Save before the first step if rollbacks are possible; raise CheckpointError on failure."""
         step = self._state.scalars.step
         if self._actions.roll_back is not None and step < self._plan.total_steps:
-            assert self._saving is not None, "a training that can be rolled back saves"
+            self._begun = step
             with self._complete_state(None), self._activity.during("saving"):
-                self._saving.save_beginning(step)
+                self._attempt_save(step, needed=True)
+                self._attempt(self._actions.finish_save, step, needed=True)
 
     def roll_back(self) -> Scalars:
         """Restore the newest good checkpoint's tensors, and return its scalars."""
         assert self._actions.roll_back is not None, "only a training that can be rolled back is"
-        assert self._saving is not None, "a training that can be rolled back saves"
         with self._activity.during("saving"):
-            self._saving.finish_earlier()
+            self._attempt(self._actions.finish_save, self._begun)
             return self._actions.roll_back()
 
     def note_metrics(self) -> None:
@@ -205,9 +145,10 @@ class SavingHooks:
         self._state.scalars.progress.metrics = sums
 
     def note_best(self, before: dict[str, Any] | None) -> None:
-        """Remember the best epoch `before`, if it has changed."""
-        if self._saving is not None:
-            self._saving.note_best(before)
+        """Remember the best epoch `before`, if it has changed: one that cannot be saved is reverted."""
+        best = self._state.scalars.best
+        if best is not None and best != before:
+            self._best_before = {best["step"]: before}
 
     def _save_best(self, step: StepEnd) -> None:
         """Save a best epoch that ends here and is not saved otherwise."""
@@ -222,11 +163,31 @@ class SavingHooks:
             self._save(step)
 
     def _save(self, step: StepEnd) -> None:
-        assert self._saving is not None, "added only where something is saved"
+        """Save after `step`; at the end of training or on a stop, wait for it."""
         with self._activity.during("saving"):
-            self._saving.finish_earlier()
+            self._attempt(self._actions.finish_save, self._begun)
         with self._complete_state(step), self._activity.during("saving"):
-            self._saving.save(step)
+            self._begun = step.number
+            self._attempt_save(step.number, needed=step.last)
+            if step.last or step.stops:
+                self._attempt(self._actions.finish_save, step.number, needed=step.last)
+
+    def _attempt_save(self, step: int, *, needed: bool) -> None:
+        assert self._actions.save is not None, "added only where something is saved"
+        self._attempt(self._actions.save, step, needed=needed)
+
+    def _attempt(self, act: Callable[[], object], step: int, *, needed: bool = False) -> None:
+        """Call `act`, of the checkpoint of `step`; a failure is a warning unless it is `needed`."""
+        try:
+            act()
+        except CheckpointError as error:
+            if needed:
+                raise
+            best = self._state.scalars.best
+            if best is not None and best["step"] == step:
+                self._state.scalars.best = self._best_before.get(step)
+            if self._backend.primary:
+                LOGGER.warning(f"{str(error).rstrip('.')}. Existing checkpoints stay, and training continues.")
 
     def _commit(self, step: StepEnd) -> None:
         """Commit the state to memory, except at the end of training."""
@@ -248,7 +209,8 @@ class SavingHooks:
                 scalars.progress.callbacks = callbacks.states()
                 self._state.held_weights = callbacks.held_weights(self._state.weight_paths())
             scalars.stopped = step is not None and step.outcome is Outcome.STOP
-            self._actions.prepare_to_save()
+            self._rule.prepare_to_save()
+            self._state.average_statistics(self._backend)
             yield
         finally:
             scalars.progress.callbacks, scalars.progress.metrics, self._state.held_weights = [], {}, {}

@@ -88,7 +88,7 @@ class StandardTraining:
             backend,
             epochs=scalars.epoch + plan.epoch_offset + -(-steps_left // data.steps_per_epoch),
             steps=data.steps_per_epoch,
-            averaged_weights=actions.averaged_weights,
+            averaged_weights=rule.averaged_weights,
             verbose=verbose,
         )
         self._ends_on_nan = self._callbacks is not None and self._callbacks.needs.ends_on_nan
@@ -126,14 +126,14 @@ class StandardTraining:
         self._saves = None
         if actions.save is not None or actions.commit is not None:
             self._saves = SavingHooks(
-                plan=plan,
+                backend,
                 state=state,
+                plan=plan,
                 rule=rule,
                 step=self._step,
                 actions=actions,
                 callbacks=self._callbacks,
                 activity=self._activity,
-                speaks=backend.primary,
             )
         self._report = TrainingReport(self._step, self._monitor, self.loop.clock, observers)
         self._waiting = DataWaitWatch(backend, self.loop.clock, data.remedy)
@@ -187,7 +187,8 @@ class StandardTraining:
             self.loop.run()
         if self._rule.guard is not None:
             self._state.scalars.recent_losses = self._rule.guard.recent()
-        self._actions.consolidate()
+        self._rule.consolidate()
+        self._state.average_statistics(self._backend)
         self._rule.finalize()
         if self._callbacks is not None:
             self._callbacks.end()
@@ -293,9 +294,11 @@ class StandardTraining:
             self._saves.note_metrics()
         validation = self._validation if self._plan.evaluates(step.epoch) else None
         if self._callbacks is not None:
-            self._actions.consolidate()
+            self._rule.consolidate()
         elif validation is not None:
-            self._actions.prepare_to_evaluate()
+            self._rule.prepare_to_evaluate()
+        if self._callbacks is not None or validation is not None:
+            self._state.average_statistics(self._backend)
         logs = self._report.training_metrics()
         if self._rule.guard is not None:
             logs["bad_steps"] = self._bad_steps.end_epoch()

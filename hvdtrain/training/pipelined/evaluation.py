@@ -22,12 +22,12 @@ class StageForward:
     """Runs batches through the stages, within a compiled function. Collective over the pipeline."""
 
     def __init__(self, stage: PipelineStage, exchange: StageExchange) -> None:
-        self._stage = stage
+        self.stage = stage
         self._exchange = exchange
 
     def __call__(self, inputs: Any, label: str) -> Any:
         """Return the model's outputs on the last stage, None elsewhere; `label` distinguishes calls."""
-        stage, cut = self._stage, self._stage.whole.cut
+        stage, cut = self.stage, self.stage.whole.cut
         known = stage.model_inputs(inputs_for(stage.whole.model, inputs))
         outputs: Any = None
         for number in stage.stages:
@@ -42,21 +42,9 @@ class StageForward:
         self._exchange.finish()
         return outputs
 
-    def whole(self, outputs: Any) -> Any:
-        """All-gather the last stage's outputs along tp and cp; None elsewhere."""
-        return None if outputs is None else self._stage.whole_outputs(outputs)
-
-    def symbolic_outputs(self) -> Any:
-        """Return the symbols of the model's outputs."""
-        return self._stage.packed(self._stage.whole.cut.graph.outputs)
-
-    def packed(self, tensors: list[Any]) -> Any:
-        """Pack tensors into the structure of the model's outputs."""
-        return self._stage.packed(tensors)
-
     def specs(self, inputs: Any) -> list[Spec]:
         """Return the specs of the model's full outputs for `inputs`."""
-        stage, cut = self._stage, self._stage.whole.cut
+        stage, cut = self.stage, self.stage.whole.cut
         known = stage.model_inputs(inputs_for(stage.whole.model, inputs))
         return boundary_specs(cut, known, cut.stages - 1)[: len(cut.graph.outputs)]
 
@@ -88,7 +76,7 @@ def share_outputs(
         mine = tf.nest.flatten(outputs)
     whole = [gather(tensor, name=f"{label}/output{place}") for place, tensor in enumerate(mine)]
     shaped = [tf.ensure_shape(tensor, [None, *spec.shape[1:]]) for tensor, spec in zip(whole, specs, strict=True)]
-    return forward.packed(shaped)
+    return forward.stage.packed(shaped)
 
 
 def masked(cut: Cut, stage: int, tensors: list[Any]) -> list[Any]:
@@ -141,9 +129,10 @@ class PipelinedPredictor(Predictor):
 
     def _outputs_of(self, batch: Batch) -> Any:
         batch = replica_slice(batch, self._backend)
-        outputs = self._forward.whole(self._forward(batch.inputs, "prediction"))
+        outputs = self._forward(batch.inputs, "prediction")
         if outputs is not None:
-            outputs = self._of_all_replicas(batch, outputs, "prediction/output")
+            whole = self._forward.stage.whole_outputs(outputs)  # along tp and cp
+            outputs = self._of_all_replicas(batch, whole, "prediction/output")
         return share_outputs(
             self._forward, inputs=batch.inputs, outputs=outputs, gather=self._pipeline.all_gather, label="prediction"
         )

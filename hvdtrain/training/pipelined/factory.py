@@ -19,7 +19,7 @@ from hvdtrain.training.evaluation.predict import Predictor
 from hvdtrain.training.options import StepOptions
 from hvdtrain.training.pipelined.evaluation import PipelinedEvaluator, PipelinedPredictor, StageForward
 from hvdtrain.training.pipelined.forward_backward import PipelinedForwardBackward
-from hvdtrain.training.pipelined.stage_training import MetricsBackend, PipelineOptions, Regularization
+from hvdtrain.training.pipelined.stage_training import MetricsBackend, Regularization
 from hvdtrain.training.step.batches import per_microbatch
 from hvdtrain.training.step.checks import check_sums
 from hvdtrain.training.step.contract import CompiledStep
@@ -64,7 +64,7 @@ class PipelineStepFactory(KerasStepFactory):
         check_source(self._model.whole.model, source, self._objective.loss)
 
     def _build(self, batch: Batch) -> None:
-        outputs = self._stage_forward.symbolic_outputs()
+        outputs = self._model.packed(self._model.whole.cut.graph.outputs)
         self.narrow_outputs = narrow(outputs)
         build_objective(
             self._model,
@@ -92,20 +92,14 @@ class PipelineStepFactory(KerasStepFactory):
 
     def _new_step(self, state: TrainState, rule: UpdateRule, microbatch: int | None) -> CompiledStep:
         assert microbatch is not None, "a pipeline's batches are always cut"
-        options = PipelineOptions(
-            schedule=self._options.pipeline_schedule,
-            chunks=self._options.virtual_stages,
-            microbatches=self._options.accumulate,
-            length=microbatch,
-            recompute=self._options.recompute,
-        )
         passes = PipelinedForwardBackward(
             backend=self._backend,
             pipeline=self._pipeline,
             exchange=self._exchange_of_stages,
             state=state,
             logs=self._logs,
-            options=options,
+            options=self._options,
+            length=microbatch,
             parameters_of=rule.parameters,
         )
         return TrainStep(

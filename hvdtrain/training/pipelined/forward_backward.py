@@ -16,16 +16,14 @@ from hvdtrain.parallel.pipeline.schedule import Action, schedule_of
 from hvdtrain.parallel.pipeline.stage import PipelineStage
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.state.variables import unwrap
+from hvdtrain.training.options import StepOptions
 from hvdtrain.training.pipelined.evaluation import masked, receive_forward, rows_of
 from hvdtrain.training.pipelined.stage_training import (
     SHARE_SPEC,
-    LossShare,
     ParametersOf,
-    PipelineOptions,
     Regularization,
     StageTraining,
     WeightedLoss,
-    share_of,
 )
 from hvdtrain.training.pipelined.staging import TiedGradients
 from hvdtrain.training.step.batches import Microbatches, inputs_for, number_of_samples
@@ -39,7 +37,8 @@ from hvdtrain.training.step.placeholder import counted, restored_if_empty
 class PipelinedForwardBackward:
     """Computes the local gradients of this rank's stages from this replica's batch.
 
-    The state's model is a `PipelineStage`; `parameters_of` is `UpdateRule.parameters`.
+    The state's model is a `PipelineStage`; `parameters_of` is `UpdateRule.parameters`, and `length` the samples of a
+    microbatch.
     """
 
     def __init__(
@@ -49,11 +48,13 @@ class PipelinedForwardBackward:
         exchange: StageExchange,
         state: TrainState,
         logs: StepLogs,
-        options: PipelineOptions,
+        options: StepOptions,
+        length: int,
         parameters_of: ParametersOf,
     ) -> None:
         self.stage: PipelineStage = state.model
         self.options = options
+        self._length = length
         self.exchange = exchange
         self.logs = logs
         self.state = state
@@ -74,12 +75,12 @@ class PipelinedForwardBackward:
         if not self.stage.is_last:  # where its results are computed, under the same names
             with self.logs.recording():
                 self.logs.take(self.stage.get_metrics_result(), tf.zeros([], tf.float64))
-        parts = Microbatches(batch, self._backend.data_parallel.size, self.options.length)
+        parts = Microbatches(batch, self._backend.data_parallel.size, self._length)
         number = self._microbatches(parts.count)
         run = ScheduledRun(self, self._stages, [parts.take(place) for place in range(number)])
-        ranks, chunks = self.stage.ranks, self.options.chunks
+        ranks, chunks = self.stage.ranks, self.options.virtual_stages
         for action in schedule_of(
-            self.options.schedule, rank=self.stage.place, ranks=ranks, microbatches=number, chunks=chunks
+            self.options.pipeline_schedule, rank=self.stage.place, ranks=ranks, microbatches=number, chunks=chunks
         ):
             run.take(action)
         local = self._local(run)
@@ -100,7 +101,7 @@ class PipelinedForwardBackward:
             collectives=self._backend,
             samples=number_of_samples(part) / self._backend.axes.get("cp", 1),
             total=tf.cast(part.global_samples, tf.float64),
-            whole=self._backend.size == 1 and self.options.microbatches == 1,
+            whole=self._backend.size == 1 and self.options.accumulate == 1,
             exchanges=not has_one_divisor(self.stage),
             of_stage=True,
         )
@@ -108,8 +109,8 @@ class PipelinedForwardBackward:
     def _microbatches(self, count: Any) -> int:
         """Return the number of microbatches; excess ones of a short batch hold placeholders."""
         if tf.is_tensor(count):
-            return self.options.microbatches
-        if self.options.schedule == "interleaved":
+            return self.options.accumulate
+        if self.options.pipeline_schedule == "interleaved":
             return -(-int(count) // self.stage.ranks) * self.stage.ranks
         return int(count)
 
@@ -288,20 +289,20 @@ class ScheduledRun:
 
     def _seed_of_added(self, added: tf.Tensor, packed: tf.Tensor, part: Batch) -> tf.Tensor:
         """Return the upstream gradient of a stage's own loss, and count it."""
-        share = share_of(packed)
-        loss = counted(share.weight * added, part.has_samples)
+        weight, seed = tf.unstack(packed, num=2)
+        loss = counted(weight * added, part.has_samples)
         self.totals += tf.concat([loss[None], tf.zeros([3], tf.float64)], 0)
-        return share.weight * share.seed
+        return weight * seed
 
     def _seeds(
         self, stage: StageTraining, taped: "_Taped", part: Batch, label: str
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Return tensors with known gradients, and these; a packed `LossShare` comes last if needed."""
+        """Return tensors with known gradients, and these; one of `SHARE_SPEC` comes last if needed."""
         if taped.summed is not None:
             dtype = taped.summed.total.dtype
             scale = tf.cast(loss_scale_of(self._owner.state.optimizer), dtype)
             seed = tf.cast(part.has_samples, dtype) / taped.summed.expected * scale
-            share = [LossShare(taped.summed.weight, seed).packed()] if stage.needs_share else []
+            share = [tf.cast(tf.stack([taped.summed.weight, seed]), tf.float64)] if stage.needs_share else []
             return [taped.summed.total], [seed, *share]
         specs = [spec for spec in boundary_specs(stage.cut, taped.known, stage.number) if spec.is_float]
         specs += [SHARE_SPEC] if stage.needs_share else []

@@ -1,14 +1,12 @@
 """Variables, gradient sums and the compiled forward pass of one pipeline stage."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend, Collectives
 from hvdtrain.compat.keras import flatten_layers
-from hvdtrain.config.parallel import ScheduleName
 from hvdtrain.gradients.gradient_sum import GradientSum
 from hvdtrain.gradients.reduction import Gradient
 from hvdtrain.layers.exchanging import ExchangingLayer, exchanging_layers, samples_of
@@ -21,25 +19,11 @@ from hvdtrain.parallel.pipeline.stage import PipelineStage, with_masks
 from hvdtrain.runtime.compiled import names_under
 from hvdtrain.state.structure import statistics_of
 from hvdtrain.state.variables import unwrap
+from hvdtrain.training.options import StepOptions
 from hvdtrain.training.step.contract import Parameters
 from hvdtrain.training.step.placeholder import restored_if_empty
 
 ParametersOf: TypeAlias = Callable[[Mapping[str, tf.Variable]], Parameters]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PipelineOptions:
-    """Options of a pipeline."""
-
-    schedule: ScheduleName
-    chunks: int
-    """Stages per rank."""
-    microbatches: int
-    """Microbatches of a full batch."""
-    length: int
-    """Samples per microbatch."""
-    recompute: bool = False
-    """Store only a stage's inputs, and recompute it in the backward pass."""
 
 
 class StageTraining:
@@ -50,7 +34,7 @@ class StageTraining:
         stage: PipelineStage,
         number: int,
         trainable: Mapping[str, tf.Variable],
-        options: PipelineOptions,
+        options: StepOptions,
         parameters_of: ParametersOf,
     ) -> None:
         self.number = number
@@ -74,7 +58,7 @@ class StageTraining:
         self._sum = GradientSum(list(self.variables.values()), give_back=True)
         self._single: list[Gradient] | None = None
         # 1F1B takes the backward pass of the last stage right after its forward pass: nothing to gain.
-        at_once = self.is_last and options.schedule == "1f1b"
+        at_once = self.is_last and options.pipeline_schedule == "1f1b"
         self._recompute = options.recompute and not at_once
         # Traced once, and called for each microbatch.
         self._compiled = tf.function(self._forward, autograph=False)
@@ -150,7 +134,9 @@ class RepeatedStage:
 
 
 SHARE_SPEC = Spec((2,), tf.dtypes.float64)
-"""Spec of a `LossShare` between two stages."""
+"""Spec of what a stage's own loss in a microbatch counts, which travels between stages: the weight of the microbatch's
+loss on this replica, and its upstream gradient.
+"""
 
 
 class WeightedLoss(NamedTuple):
@@ -162,24 +148,6 @@ class WeightedLoss(NamedTuple):
     """Its number of samples, or what the loss was divided by."""
     expected: tf.Tensor
     """Number of samples of the step over all replicas."""
-
-
-class LossShare(NamedTuple):
-    """Weight of a stage's own loss in a microbatch; float64 scalars."""
-
-    weight: tf.Tensor
-    """Sum of the weights of the microbatch's loss on this replica."""
-    seed: tf.Tensor
-    """Upstream gradient of the microbatch's loss."""
-
-    def packed(self) -> tf.Tensor:
-        """Pack both into one tensor of `SHARE_SPEC`."""
-        return tf.stack([tf.cast(each, tf.float64) for each in self])
-
-
-def share_of(packed: tf.Tensor) -> LossShare:
-    """Unpack a LossShare."""
-    return LossShare(*tf.unstack(packed, num=2))
 
 
 def adds_losses(cut: Cut, stage: int) -> bool:

@@ -87,8 +87,7 @@ def _check_model(model: Any) -> None:
     if synchronized:
         raise ConfigError(
             f"SyncBatchNormalization {synchronized[0].name!r} does not go with {opt('parallel')} pp=…: microbatches "
-            "pass a "
-            "stage at different times on each rank. Use BatchNormalization."
+            "pass a stage at different times on each rank. Use BatchNormalization."
         )
     if has_own_train_step(model):
         raise ConfigError(
@@ -117,8 +116,7 @@ def _refuse_rounding_by_stage(stage: PipelineStage, options: StepOptions) -> Non
     if tied is not None and options.compression == "fp16":
         raise ConfigError(
             f"{opt('compression', 'fp16')} does not go with a weight that several stages of a pipeline use. Received: "
-            f"{tied!r}. "
-            "Its scale is that of each stage's message, and the stages would drift apart: use "
+            f"{tied!r}. Its scale is that of each stage's message, and the stages would drift apart: use "
             f"{opt('compression', 'bf16')}."
         )
 

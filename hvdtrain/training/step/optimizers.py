@@ -146,9 +146,8 @@ def stranger(model: Any, optimizer: Any) -> ConfigError:
     known = ", ".join(f"self.{path.replace('/', '.')}" for path in optimizers_of(model))
     return ConfigError(
         f"train_step of {type(model).__name__} applies gradients with an optimizer that is no attribute of the model, "
-        "so that they would not be exchanged and the ranks would drift apart. Received: "
-        f"{type(optimizer).__name__} {optimizer.name!r}; the model holds {known}. Keep it in an attribute, set in "
-        "__init__() or compile()."
+        f"so that they would not be exchanged and the ranks would drift apart. Received: {type(optimizer).__name__} "
+        f"{optimizer.name!r}; the model holds {known}. Keep it in an attribute, set in __init__() or compile()."
     )
 
 

@@ -60,8 +60,7 @@ class LocalUpdate(UpdateRule):
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             raise ConfigError(
                 f"{opt('local_steps')} leaves each rank a loss scale of its own, which an average of the weights "
-                "cannot mend: "
-                f"use {opt('precision', 'mixed_bfloat16')} in place of mixed_float16."
+                f"cannot mend: use {opt('precision', 'mixed_bfloat16')} in place of mixed_float16."
             )
 
     def __init__(self, backend: Backend, model: Any, optimizer: Any, options: StepOptions | None = None) -> None:

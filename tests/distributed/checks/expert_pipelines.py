@@ -20,7 +20,7 @@ from hvdtrain.data.batch import split_bounds
 from hvdtrain.layers.experts import MixtureOfExperts, expert_layers
 from hvdtrain.runtime.placement import placement_of
 from hvdtrain.state.structure import structure_of
-from hvdtrain.training.pipelined import losses
+from hvdtrain.training.pipelined.forward_backward import ScheduledRun
 from hvdtrain.training.step.train_step import TrainStep
 
 REPLICAS, BATCH, EPOCHS = 2, 16, 4
@@ -182,8 +182,12 @@ def check_recomputed_experts_without_samples_count_nothing(world: World) -> None
 @contextmanager
 def uncounted() -> Iterator[None]:
     """Let stages that are not told what their losses count take them for nothing."""
-    share_of = losses.share_of
-    with mock.patch.object(losses, "share_of", lambda packed: share_of(0.0 * packed)):
+    seed_of = ScheduledRun._seed_of_added
+
+    def nothing(run: Any, added: Any, packed: Any, part: Any) -> Any:
+        return seed_of(run, added, 0.0 * packed, part)
+
+    with mock.patch.object(ScheduledRun, "_seed_of_added", nothing):
         yield
 
 

@@ -139,7 +139,6 @@ def _draw_as_first(initial: InitialSlice, checksum: int, seed: int | None) -> No
     if seed is None or initial.checksum != checksum:
         raise ConfigError(
             f"The ranks gave {initial.variable.path} other values while they built the model, and {opt('zero', 3)} "
-            "keeps "
-            "slices of them: load them on every rank, seed the initializers identically (hvdtrain.init(seed=…)), or "
-            "give Trainer the built model in place of a function, which takes those of rank 0."
+            "keeps slices of them: load them on every rank, seed the initializers identically (hvdtrain.init(seed=…)), "
+            "or give Trainer the built model in place of a function, which takes those of rank 0."
         )

@@ -60,8 +60,7 @@ class GatheredParameters(Parameters):
         if tf.executing_eagerly():
             raise ConfigError(
                 f"{opt('zero', 3)} gathers parameters within compiled functions. Received: a step that runs eagerly. "
-                "Leave out "
-                f"tf.config.run_functions_eagerly(True), or use {opt('zero', 2)}."
+                f"Leave out tf.config.run_functions_eagerly(True), or use {opt('zero', 2)}."
             )
         microbatch = _Microbatch(has_samples, self.sources(), list(self._trainable), self._guarded)
         gathers = GatheringPass(self._backend, self._shards, microbatch, self._prefetch)
@@ -204,10 +203,9 @@ def _check_of_slice(gradient: Gradient, source: tf.Variable, path: str) -> None:
     if not source.shape.is_compatible_with(gradient.shape):
         raise ConfigError(
             f"{opt('zero', 3)} takes the gradients of slices through the parameters that are gathered. Received: a "
-            "gradient of "
-            f"shape {tuple(gradient.shape)} for {path}, as from a tf.custom_gradient function that returns gradients "
-            f"of the variables that it reads. Use {opt('zero', 2)}, or let the function take the parameter as an "
-            "argument."
+            f"gradient of shape {tuple(gradient.shape)} for {path}, as from a tf.custom_gradient function that returns "
+            f"gradients of the variables that it reads. Use {opt('zero', 2)}, or let the function take the parameter "
+            "as an argument."
         )
 
 
@@ -253,8 +251,7 @@ def _reading(kind: type, read: Callable[[Any], tf.Tensor]) -> type:
     def assign(variable: Any, value: Any) -> None:
         raise ConfigError(
             f"{opt('zero', 3)} keeps slices of the parameters, which layers can read but not assign to. Received: an "
-            "assignment "
-            f"to {variable.path} in the forward pass. Use {opt('zero', 2)}."
+            f"assignment to {variable.path} in the forward pass. Use {opt('zero', 2)}."
         )
 
     return type(kind.__name__, (kind,), {"value": property(value), "assign": assign})
@@ -267,7 +264,6 @@ def refuse_other_reads(shards: Mapping[str, Shard]) -> None:
         if id(shard.variable.handle) in captured:
             raise ConfigError(
                 f"{opt('zero', 3)} gathers the parameters that layers read as Keras variables while their call is "
-                "traced. "
-                f"Received: {path}, whose memory is read directly, as by a tf.function that was traced before, or by "
-                f"variable.value.handle. Use {opt('zero', 2)}, or call the function without tf.function."
+                f"traced. Received: {path}, whose memory is read directly, as by a tf.function that was traced before, "
+                f"or by variable.value.handle. Use {opt('zero', 2)}, or call the function without tf.function."
             )

@@ -76,9 +76,8 @@ class ShardedWhileBuilding(LazyVariable):
         if initial.assigned:
             raise ConfigError(
                 f"{opt('zero', 3)} keeps slices of the parameters while a function builds the model: what it assigns "
-                "to a "
-                f"variable cannot be read again. Received: a look at {self.path} after an assignment to it. Read it "
-                "before, or give Trainer the built model in place of the function."
+                f"to a variable cannot be read again. Received: a look at {self.path} after an assignment to it. Read "
+                "it before, or give Trainer the built model in place of the function."
             )
         return initial.draw()
 

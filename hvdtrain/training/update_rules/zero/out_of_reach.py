@@ -12,8 +12,7 @@ def out_of_reach(kind: type) -> type:
     def refuse(variable: Any, *arguments: Any, **named: Any) -> Any:
         raise ConfigError(
             f"Before the first step and between two steps {opt('zero', 3)} keeps slices of the parameters. Received: a "
-            "look at, "
-            f"or an assignment to, all of {variable.path}, as after a training that ended with an error. Call "
+            f"look at, or an assignment to, all of {variable.path}, as after a training that ended with an error. Call "
             "trainer.consolidate() on every rank before."
         )
 

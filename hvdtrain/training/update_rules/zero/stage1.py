@@ -139,8 +139,7 @@ class ZeroUpdate(UpdateRule):
         if before != now:
             raise ConfigError(
                 f"Layers were frozen or unfrozen since the slots were made, and {opt('zero')} keeps slices of them: "
-                "give a new "
-                f"Trainer a new optimizer. Received: {len(now)} trainable variables, {len(before)} before."
+                f"give a new Trainer a new optimizer. Received: {len(now)} trainable variables, {len(before)} before."
             )
 
     def consolidate(self) -> None:
@@ -216,9 +215,8 @@ class ZeroUpdate(UpdateRule):
         if others:
             raise ConfigError(
                 f"{opt('zero', cls._stage)} does not go with this axis of {opt('parallel')}: a pipeline's stage would "
-                "gather its "
-                "parameters anew for both passes of each microbatch. "
-                f"Received: {', '.join(others)}. Use {opt('zero', 2)}, or leave the axis out."
+                f"gather its parameters anew for both passes of each microbatch. Received: {', '.join(others)}. Use "
+                f"{opt('zero', 2)}, or leave the axis out."
             )
 
 
@@ -226,6 +224,5 @@ def _refuse_slots(optimizer: Any) -> None:
     if optimizer.built:
         raise ConfigError(
             f"The optimizer {innermost(optimizer).name!r} has slots for whole variables already, and {opt('zero')} "
-            "keeps "
-            "slices of them: give a new optimizer, its name, or a function that builds one."
+            "keeps slices of them: give a new optimizer, its name, or a function that builds one."
         )

@@ -15,7 +15,7 @@ from hvdtrain.parallel.pipeline.cut import cut_model
 from hvdtrain.parallel.pipeline.stage import PipelineStage, with_masks
 from hvdtrain.runtime.placement import Placement, place
 from hvdtrain.training.options import step_options
-from hvdtrain.training.pipelined.stage_training import LossShare, adds_losses, share_of, shared_up_to
+from hvdtrain.training.pipelined.stage_training import adds_losses, shared_up_to
 from hvdtrain.training.pipelined.staging import staged
 from hvdtrain.training.step.batches import Microbatches
 
@@ -63,12 +63,6 @@ def test_those_stages_know_what_losses_count_that_have_some_or_come_behind_one_t
     x = MixtureOfExperts(4, 6, seed=1)(layers.Dense(4)(x))
     cut = cut_model(keras.Model(inputs, layers.Dense(2, name="last")(x)), 3)
     assert [shared_up_to(cut, stage) for stage in range(3)] == [False, True, True]
-
-
-def test_a_share_is_one_tensor_on_its_way():
-    share = share_of(LossShare(tf.constant(6.0), tf.constant(0.25)).packed())
-    assert (float(share.weight), float(share.seed)) == (6.0, 0.25)
-    assert share.weight.dtype == tf.float64
 
 
 def test_divided_tables_in_stages_are_refused():
