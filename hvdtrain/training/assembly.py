@@ -217,10 +217,6 @@ def _ids(variables: Any) -> set[int]:
 def _built(thing: Any, kind: type) -> Any:
     if not isinstance(thing, kind) and callable(thing):
         thing = thing()
-    return _checked_kind(thing, kind)
-
-
-def _checked_kind(thing: Any, kind: type) -> Any:
     if not isinstance(thing, kind):
         raise ConfigError(f"A Keras {kind.__name__} or a function that builds one is needed. Received: {thing!r}.")
     return thing

@@ -74,12 +74,10 @@ class DesyncCheck:
         every = self._gather(tf.constant(mine[np.newaxis])).numpy()
         if self._holders.differing(every[:, :-1]) is not None:
             differing, usual = _minorities(self._holders.hashes_of_all(hashes))
-            raise DesyncError(_message(where, differing, usual, self._threads_of_all()))
+            threads = gather(self._backend, tf.config.threading.get_intra_op_parallelism_threads())
+            raise DesyncError(_message(where, differing, usual, threads))
         if every[:, -1].any():
             raise DesyncError(_message_of_gradients(where, self._most_apart(apart)))
-
-    def _threads_of_all(self) -> list[int]:
-        return gather(self._backend, tf.config.threading.get_intra_op_parallelism_threads())
 
     def _most_apart(self, mine: Mapping[str, float]) -> dict[str, float]:
         """Return the deviations of all ranks by path, largest first. Collective."""

@@ -11,7 +11,7 @@ from hvdtrain.compat.keras import compiled_losses, loss_tracker
 from hvdtrain.data.batch import Batch
 from hvdtrain.gradients.reduction import Gradient
 from hvdtrain.optim.precision import loss_scale_of
-from hvdtrain.parallel.pipeline.exchange import Spec, StageExchange, boundary_specs, check_shapes
+from hvdtrain.parallel.pipeline.exchange import StageExchange, boundary_specs, check_shapes
 from hvdtrain.parallel.pipeline.schedule import Action, schedule_of
 from hvdtrain.parallel.pipeline.stage import PipelineStage
 from hvdtrain.state.train_state import TrainState
@@ -307,12 +307,9 @@ class ScheduledRun:
         specs = [spec for spec in boundary_specs(stage.cut, taped.known, stage.number) if spec.is_float]
         specs += [SHARE_SPEC] if stage.needs_share else []
         with self._after(2):
-            seeds = self._received(specs, taped, stage, label)
+            rows = rows_of(dict(taped.known))
+            seeds = self._owner.exchange.receive(specs, rows, stage.number + 1, label, "backward")
         return [tensor for tensor in taped.outputs if tensor.dtype.is_floating], seeds
-
-    def _received(self, specs: list[Spec], taped: "_Taped", stage: StageTraining, label: str) -> list[tf.Tensor]:
-        exchange = self._owner.exchange
-        return exchange.receive(specs, rows_of(dict(taped.known)), stage.number + 1, label, "backward")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,8 +28,8 @@ from hvdtrain.training.step.batches import (
 from hvdtrain.training.step.contract import LocalGradients, Parameters, Pass
 from hvdtrain.training.step.finite import zero_if_finite
 from hvdtrain.training.step.logs import StepLogs
-from hvdtrain.training.step.loss_terms import MEANS, Kind, Kinds, LossTerms, has_one_divisor
-from hvdtrain.training.step.patches import active, offset_seeds, replaced, replaced_in_this_thread
+from hvdtrain.training.step.loss_terms import MEANS, Gradients, Kind, Kinds, LossTerms, differentiating, has_one_divisor
+from hvdtrain.training.step.patches import active, offset_seeds, replaced
 from hvdtrain.training.step.placeholder import counted, restored_if_empty, updated_statistics
 
 
@@ -202,7 +202,6 @@ class _Taken:
     ) -> None:
         self._model = state.model
         self._exchanges_backward = exchanges_backward
-        self._is_differentiating = False
         self._optimizer = state.optimizer
         self._variables = [id(variable) for variable in state.trainable.values()]
         self._sources = dict(zip(self._variables, sources, strict=True))
@@ -220,7 +219,7 @@ class _Taken:
     def from_step(self) -> Iterator[None]:
         """Take them from a `train_step` that is called inside the context, in this thread."""
         with ExitStack() as stack:
-            stack.enter_context(replaced_in_this_thread(tf.GradientTape, "gradient", self._differentiating()))
+            stack.enter_context(differentiating(self._sources, self._gradient))
             stack.enter_context(replaced(self._optimizer, "apply", self._apply))
             if not has_own_train_step(self._model):
                 tracker = loss_tracker(self._model)
@@ -250,30 +249,17 @@ class _Taken:
         weight = self._terms.samples if self._terms.weight is None else self._terms.weight
         return tf.math.divide_no_nan(weight, self._terms.total)
 
-    def _differentiating(self) -> Callable[..., Any]:
-        original = tf.GradientTape.gradient
-
-        def gradient(
-            tape: Any, target: Any, sources: Any, output_gradients: Any = None, *args: Any, **options: Any
-        ) -> Any:
-            flat = tf.nest.flatten(sources)
-            mine = [self._sources.get(id(unwrap(each))) if hasattr(each, "assign") else None for each in flat]
-            if self._is_differentiating or all(source is None for source in mine):
-                return original(tape, target, sources, output_gradients, *args, **options)
-            self._passes.end_forward()
-            self._kind = next(self._kinds, "mean")
-            if self._weighs_upstream(target, mine, output_gradients):
-                output_gradients = tf.nest.map_structure(lambda each: tf.cast(self._share(), each.dtype), target)
-                self._is_weighted = True
-            flat = [each if source is None else source for each, source in zip(flat, mine, strict=True)]
-            self._is_differentiating = True  # a layer that recomputes has a tape of its own in the backward pass
-            try:
-                found = original(tape, target, flat, output_gradients, *args, **options)
-            finally:
-                self._is_differentiating = False
-            return tf.nest.pack_sequence_as(sources, found)
-
-        return gradient
+    def _gradient(self, own: Gradients, target: Any, sources: Any, upstream: Any) -> Any:
+        """Return the gradients by what is read in place of trained variables, for `differentiating`."""
+        self._passes.end_forward()
+        self._kind = next(self._kinds, "mean")
+        flat = tf.nest.flatten(sources)
+        mine = [self._sources.get(id(unwrap(each))) if hasattr(each, "assign") else None for each in flat]
+        if self._weighs_upstream(target, mine, upstream):
+            upstream = tf.nest.map_structure(lambda each: tf.cast(self._share(), each.dtype), target)
+            self._is_weighted = True
+        flat = [each if source is None else source for each, source in zip(flat, mine, strict=True)]
+        return tf.nest.pack_sequence_as(sources, own(target, flat, upstream))
 
     def _weighs_upstream(self, target: Any, sources: Sequence[Any], output_gradients: Any) -> bool:
         """Return whether the weight of this pass is the upstream gradient of its loss, and no factor of the gradients.

@@ -24,7 +24,17 @@ from hvdtrain.runtime.compiled import run_once
 from hvdtrain.state.variables import unwrap
 from hvdtrain.training.step.batches import number_of_samples, reads_outputs
 from hvdtrain.training.step.logs import StepLogs, metrics_of
-from hvdtrain.training.step.loss_terms import MEANS, Kind, Kinds, LossTerms, averaging, differentiating, means_of
+from hvdtrain.training.step.loss_terms import (
+    MEANS,
+    Gradients,
+    Kind,
+    Kinds,
+    LossTerms,
+    averaging,
+    differentiating,
+    means_of,
+    trained_ids,
+)
 from hvdtrain.training.step.patches import active, replaced, replaced_in_this_thread
 
 TOLERANCE = 0.25
@@ -202,9 +212,9 @@ def _formed(
         for term in tf.nest.flatten(loss):
             note("added", name, term)
 
-    def upstream(target: Any, given: Any) -> Any:
+    def differentiated(own: Gradients, target: Any, sources: Any, upstream: Any) -> Any:
         note("targets", "loss", target)
-        return given
+        return own(target, sources, upstream)
 
     def counted(value: tf.Tensor, weight: Any) -> tuple[tf.Tensor, Any]:
         note("means", "metric", value)
@@ -235,7 +245,7 @@ def _formed(
 
         stack.enter_context(replaced(module_of_losses(), "reduce_weighted_values", reduced))
         stack.enter_context(replaced_in_this_thread(keras.layers.Layer, "add_loss", add_loss))
-        stack.enter_context(differentiating(model, upstream))
+        stack.enter_context(differentiating(trained_ids(model), differentiated))
         for metric in means_of(model):
             stack.enter_context(replaced(metric, "update_state", averaging(metric, counted)))
         stack.enter_context(logs.recording())

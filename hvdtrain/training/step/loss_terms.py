@@ -5,7 +5,7 @@ samples. One that is divided by something else, such as a mask, is `loss x own d
 replica; one that is a sum over samples counts in full on each.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,6 +29,8 @@ from hvdtrain.training.step.patches import active, replaced, replaced_in_this_th
 
 Kind = Literal["mean", "sum"]
 """Whether a number is a mean over samples, or a sum."""
+Gradients = Callable[[Any, Any, Any], Any]
+"""Gradients of a target by sources, for upstream gradients or None, as of a tape."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +104,7 @@ class LossTerms:
         """Let gradients of sums over this replica's samples have the size of those over all, inside the context."""
         if self.whole or "sum" not in self.kinds.targets:
             return nullcontext()
-        return differentiating(self.model, self._upstream())
+        return differentiating(trained_ids(self.model), self._counting_in_full())
 
     def in_full(self, returned: Any) -> Any:
         """Return a step's results, in which sums over this replica's samples have the size of those over all."""
@@ -159,17 +161,17 @@ class LossTerms:
 
         return counted
 
-    def _upstream(self) -> Callable[[Any, Any], Any]:
-        """Return the upstream gradients of targets, in which sums over this replica's samples count in full."""
+    def _counting_in_full(self) -> Callable[[Gradients, Any, Any, Any], Any]:
+        """Return gradients for `differentiating`, in which sums over this replica's samples count in full."""
         kinds = iter(self.kinds.targets)
 
-        def upstream(target: Any, given: Any) -> Any:
-            if next(kinds, "mean") == "mean":
-                return given
-            given = tf.nest.map_structure(tf.ones_like, target) if given is None else given
-            return tf.nest.map_structure(self.over_share, given)
+        def compute(own: Gradients, target: Any, sources: Any, upstream: Any) -> Any:
+            if next(kinds, "mean") == "sum":
+                upstream = tf.nest.map_structure(tf.ones_like, target) if upstream is None else upstream
+                upstream = tf.nest.map_structure(self.over_share, upstream)
+            return own(target, sources, upstream)
 
-        return upstream
+        return compute
 
     def over_share(self, value: tf.Tensor) -> tf.Tensor:
         """Return `value` over this pass's share of the samples."""
@@ -217,25 +219,36 @@ def averaging(metric: Any, counted: Callable[[tf.Tensor, Any], tuple[tf.Tensor, 
 
 
 @contextmanager
-def differentiating(model: Any, upstream: Callable[[Any, Any], Any]) -> Iterator[None]:
-    """Let `upstream` give the upstream gradients of what is differentiated by trained variables, from those given."""
-    trained = {id(unwrap(variable)) for variable in model.trainable_variables}
+def differentiating(trained: Collection[int], compute: Callable[[Gradients, Any, Any, Any], Any]) -> Iterator[None]:
+    """Let `compute(own, target, sources, upstream)` form gradients by trained variables, in this thread.
+
+    `trained` are their ids; `own` are the tape's gradients.
+    """
     original = tf.GradientTape.gradient
     within = False  # a layer that recomputes has a tape of its own in the backward pass
 
     def gradient(tape: Any, target: Any, sources: Any, output_gradients: Any = None, *args: Any, **options: Any) -> Any:
         nonlocal within
+
+        def own(target: Any, sources: Any, upstream: Any) -> Any:
+            return original(tape, target, sources, upstream, *args, **options)
+
         known = (id(unwrap(each)) in trained for each in tf.nest.flatten(sources) if hasattr(each, "assign"))
         if within or not any(known):
-            return original(tape, target, sources, output_gradients, *args, **options)
+            return own(target, sources, output_gradients)
         within = True
         try:
-            return original(tape, target, sources, upstream(target, output_gradients), *args, **options)
+            return compute(own, target, sources, output_gradients)
         finally:
             within = False
 
     with replaced_in_this_thread(tf.GradientTape, "gradient", gradient):
         yield
+
+
+def trained_ids(model: Any) -> set[int]:
+    """Return the ids of a model's trainable variables."""
+    return {id(unwrap(variable)) for variable in model.trainable_variables}
 
 
 def has_one_divisor(model: Any) -> bool:

@@ -27,7 +27,7 @@ from hvdtrain.training.options import StepOptions
 from hvdtrain.training.step.batches import applies_nothing, number_of_samples, take_train_step
 from hvdtrain.training.step.finite import zero_if_finite
 from hvdtrain.training.step.logs import StepLogs
-from hvdtrain.training.step.loss_terms import MEANS, Kinds, LossTerms
+from hvdtrain.training.step.loss_terms import MEANS, Kinds, LossTerms, trained_ids
 from hvdtrain.training.step.patches import offset_seeds, replaced, replaced_in_this_thread
 from hvdtrain.training.step.placeholder import restored_if_empty, updated_statistics
 from hvdtrain.training.step.train_step import ReplicaStep
@@ -293,8 +293,7 @@ def applies_once(model: Any, batch: Batch, logs: StepLogs) -> bool:
         @as_written
         def apply(grads: Any, trainable_variables: Any = None) -> None:
             places.append(_place(graph))
-            trained = {id(unwrap(variable)) for variable in model.trainable_variables}
-            if not trained.issuperset(id(unwrap(variable)) for variable in trainable_variables or ()):
+            if not trained_ids(model).issuperset(id(unwrap(variable)) for variable in trainable_variables or ()):
                 places.append(-1)
 
         with ExitStack() as stack:

@@ -161,7 +161,9 @@ class SplitModel:
                 by_axes.setdefault(division, []).append(gradient)
         none = tf.zeros([], tf.float64)  # all of a stage's weights may be tied, and count elsewhere
         squares = ordered_sum([none, *self._squares(by_axes.items())])
-        return tf.sqrt(self._over_stages(squares) if self.exchanges else squares)
+        if self.exchanges:
+            squares = self._backend.along("pp").all_reduce(squares, name="gradient//stage_norm")
+        return tf.sqrt(squares)
 
     def _squares(self, by_axes: Iterable[tuple["_Division", list[Gradient]]]) -> Iterable[tf.Tensor]:
         """Yield global sums of squares per group of equally sharded gradients."""
@@ -183,9 +185,6 @@ class SplitModel:
 
     def _along_replicas(self, axes: tuple[str, ...]) -> Collectives:
         return self._backend if axes == REPLICA_AXES else self._backend.along(*axes)
-
-    def _over_stages(self, mine: tf.Tensor) -> tf.Tensor:
-        return self._backend.along("pp").all_reduce(mine, name="gradient//stage_norm")
 
     def agreed(self, totals: tf.Tensor) -> tf.Tensor:
         """Combine all parts' verdicts in a guarded step's totals. Collective."""
