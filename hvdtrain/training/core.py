@@ -285,8 +285,7 @@ class TrainerCore:
             callbacks=callbacks,
             verbose=verbose,
             stopping=stopping,
-            bad_steps=self.options,
-            desync_every=self.options.desync_every,
+            options=self.options,
         )
         with compiled_code(self.model, eager=self._eager):
             training.run()

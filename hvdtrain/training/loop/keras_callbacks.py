@@ -106,27 +106,19 @@ def callbacks_of_all(
     model: Any,
     backend: Backend,
     *,
-    epochs: int,
-    steps: int,
-    averaged_weights: Callable[[], AbstractContextManager[None]],
-    verbose: str | int = 0,
+    params: Mapping[str, Any],
+    averaged_weights: Callable[[], AbstractContextManager[None]] = nullcontext,
+    add_history: bool = True,
 ) -> "KerasCallbacks | None":
     """Return the caller of this replica's `callbacks`; None if no replica has any. Collective.
 
-    Args:
-        callbacks: as for `Model.fit`.
-        averaged_weights: swaps in the EMA of the weights inside a context.
-        verbose: in the callbacks' `params` on rank 0; elsewhere it is 0.
-
-    Raises:
-        ConfigError: an unsupported callback.
+    Arguments as for `KerasCallbacks`. Raises ConfigError for an unsupported callback.
     """
     needs = needs_of_all(callbacks, backend)
     if not needs.anything:
         return None
-    params = {"epochs": epochs, "steps": steps, "verbose": verbose if backend.primary else 0}
     return KerasCallbacks(
-        callbacks=callbacks, needs=needs, model=model, backend=backend, params=params, averaged_weights=averaged_weights
+        callbacks, needs, model, backend, params, averaged_weights=averaged_weights, add_history=add_history
     )
 
 
@@ -135,18 +127,7 @@ def evaluation_callbacks(callbacks: Sequence[Any] | None, model: Any, backend: B
 
     Raises ConfigError for an unsupported callback.
     """
-    if not callbacks:
-        return None
-    needs = needs_of_all(callbacks, backend)
-    return KerasCallbacks(
-        callbacks,
-        needs=needs,
-        model=model,
-        backend=backend,
-        params={},
-        averaged_weights=nullcontext,
-        add_history=False,
-    )
+    return callbacks_of_all(callbacks, model, backend, params={}, add_history=False) if callbacks else None
 
 
 def go_on_writing(callbacks: Sequence[Any]) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 from hvdtrain.backends.protocol import Backend, gather
 from hvdtrain.config.errors import DataError
-from hvdtrain.config.training import DESYNC_EVERY, BadStepConfig
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.data.streams.given import in_step
@@ -36,6 +35,7 @@ from hvdtrain.training.loop.loop import (
 from hvdtrain.training.loop.loss_monitor import LossMonitor
 from hvdtrain.training.loop.report import FitResult, TrainingReport
 from hvdtrain.training.loop.saving_hooks import SavingHooks, begin_best, broadcast_metrics, note_best
+from hvdtrain.training.options import StepOptions
 from hvdtrain.training.step.step_factory import KerasStepFactory
 from hvdtrain.training.update_rules.base import UpdateRule
 
@@ -47,8 +47,7 @@ class StandardTraining:
         rule: the update rule, which copies weights set by callbacks.
         validation: evaluated at the end of every epoch; None: never.
         stopping: agrees on the step after which a signal stops all ranks, once it is saved; None: never.
-        bad_steps: policy for steps found bad by the rule's guard.
-        desync_every: steps between two desync checks; 0: never.
+        options: name the policy for steps found bad by the rule's guard, and the steps between two desync checks.
 
     Raises:
         ConfigError: an unsupported callback.
@@ -69,8 +68,7 @@ class StandardTraining:
         callbacks: Sequence[Any] = (),
         verbose: str | int = 0,
         stopping: StopAgreement | None = None,
-        bad_steps: BadStepConfig | None = None,
-        desync_every: int = DESYNC_EVERY,
+        options: StepOptions,
     ) -> None:
         if not rule.weights_agree:
             refuse_saves_within_epochs(callbacks)
@@ -86,10 +84,12 @@ class StandardTraining:
             callbacks,
             state.model,
             backend,
-            epochs=scalars.epoch + plan.epoch_offset + -(-steps_left // data.steps_per_epoch),
-            steps=data.steps_per_epoch,
+            params={
+                "epochs": scalars.epoch + plan.epoch_offset + -(-steps_left // data.steps_per_epoch),
+                "steps": data.steps_per_epoch,
+                "verbose": verbose if backend.primary else 0,
+            },
             averaged_weights=rule.averaged_weights,
-            verbose=verbose,
         )
         self._ends_on_nan = self._callbacks is not None and self._callbacks.needs.ends_on_nan
         self._plan = plan
@@ -137,8 +137,10 @@ class StandardTraining:
             )
         self._report = TrainingReport(self._step, self._monitor, self.loop.clock, observers)
         self._waiting = DataWaitWatch(backend, self.loop.clock, data.remedy)
-        self._bad_steps = BadStepPolicy(bad_steps or BadStepConfig(), backend, state, observers.on_message)
-        self._desync = DesyncCheck(backend=backend, state=state, rule=rule, first_step=scalars.step, every=desync_every)
+        self._bad_steps = BadStepPolicy(options, backend, state, observers.on_message)
+        self._desync = DesyncCheck(
+            backend=backend, state=state, rule=rule, first_step=scalars.step, every=options.desync_every
+        )
         self._add_hooks(plan)
 
     def _add_hooks(self, plan: Plan) -> None:
