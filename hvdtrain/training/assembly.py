@@ -85,19 +85,14 @@ def check_layers(model: Any, options: StepOptions) -> None:
         raise ConfigError(
             f"XLA merges the second forward pass of hvdtrain.Recompute with the first: leave out {opt('jit')}."
         )
-    exchanging = next((layer for layer in exchanging_layers(model) if layer.exchanges), None)
-    if options.jit and exchanging is not None:
-        raise ConfigError(
-            f"XLA cannot hold the exchange of {type(exchanging).__name__} {exchanging.name!r}: leave out {opt('jit')}."
-        )
     synchronized = sync_layers(model)
-    if not synchronized:
-        return
-    if options.jit:
+    exchanging = [layer for layer in exchanging_layers(model) if layer.exchanges]
+    compiled: list[Any] = [*exchanging, *synchronized] if options.jit else []
+    for layer in compiled:
         raise ConfigError(
-            f"XLA cannot hold the exchange of SyncBatchNormalization {synchronized[0].name!r}: leave out {opt('jit')}."
+            f"XLA cannot hold the exchange of {type(layer).__name__} {layer.name!r}: leave out {opt('jit')}."
         )
-    if options.reduce_op == "adasum":
+    if synchronized and options.reduce_op == "adasum":
         raise ConfigError(
             "Adasum combines gradients of one rank each, and SyncBatchNormalization "
             f"{synchronized[0].name!r} gives every rank a part of the others': leave out {opt('reduce_op', 'adasum')}."

@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend, Collectives
-from hvdtrain.compat.keras import compiled_losses, loss_tracker
+from hvdtrain.compat.keras import compiled_losses
 from hvdtrain.data.batch import Batch
 from hvdtrain.gradients.reduction import Gradient
 from hvdtrain.optim.precision import loss_scale_of
@@ -15,7 +15,6 @@ from hvdtrain.parallel.pipeline.exchange import StageExchange, boundary_specs, c
 from hvdtrain.parallel.pipeline.schedule import Action, schedule_of
 from hvdtrain.parallel.pipeline.stage import PipelineStage
 from hvdtrain.state.train_state import TrainState
-from hvdtrain.state.variables import unwrap
 from hvdtrain.training.options import StepOptions
 from hvdtrain.training.pipelined.evaluation import masked, receive_forward, rows_of
 from hvdtrain.training.pipelined.stage_training import (
@@ -29,6 +28,7 @@ from hvdtrain.training.pipelined.staging import TiedGradients
 from hvdtrain.training.step.batches import Microbatches, inputs_for, number_of_samples
 from hvdtrain.training.step.contract import Collected, LocalGradients
 from hvdtrain.training.step.finite import poison_of, zero_if_finite
+from hvdtrain.training.step.forward_backward import report_loss
 from hvdtrain.training.step.logs import StepLogs
 from hvdtrain.training.step.loss_terms import LossTerms, has_one_divisor
 from hvdtrain.training.step.placeholder import counted, restored_if_empty
@@ -90,9 +90,7 @@ class PipelinedForwardBackward:
     def report_loss(self, batch: Batch, loss: tf.Tensor) -> None:
         """Report the loss of a step over all replicas, on the last stage."""
         if self.stage.is_last:
-            tracker = loss_tracker(self.stage)
-            with restored_if_empty([unwrap(v) for v in tracker.variables], batch.has_samples):
-                tracker.update_state(loss, sample_weight=number_of_samples(batch))
+            report_loss(self.stage, batch, loss)
 
     def terms(self, part: Batch) -> LossTerms:
         """Return the losses of a microbatch."""

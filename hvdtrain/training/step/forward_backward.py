@@ -33,6 +33,13 @@ from hvdtrain.training.step.patches import active, offset_seeds, replaced
 from hvdtrain.training.step.placeholder import counted, restored_if_empty, updated_statistics
 
 
+def report_loss(model: Any, batch: Batch, loss: tf.Tensor) -> None:
+    """Count the loss of a step over all replicas in what a compiled model reports as `loss`."""
+    tracker = loss_tracker(model)
+    with restored_if_empty([unwrap(v) for v in tracker.variables], batch.has_samples):
+        tracker.update_state(loss, sample_weight=number_of_samples(batch))
+
+
 class ForwardBackward:
     """Calls the model's `train_step` on this replica's samples, and takes the gradients that it applies.
 
@@ -92,9 +99,7 @@ class ForwardBackward:
     def report_loss(self, batch: Batch, loss: tf.Tensor) -> None:
         """Report the loss of a step over all replicas, if it was not known to a pass."""
         if self.reports_loss_later:
-            tracker = loss_tracker(self._state.model)
-            with restored_if_empty([unwrap(v) for v in tracker.variables], batch.has_samples):
-                tracker.update_state(loss, sample_weight=number_of_samples(batch))
+            report_loss(self._state.model, batch, loss)
 
     def _both(self, batch: Batch, first: bool, within: Callable[[], AbstractContextManager[Any]]) -> LocalGradients:
         model = self._state.model

@@ -35,7 +35,7 @@ from hvdtrain.training.step.loss_terms import (
     means_of,
     trained_ids,
 )
-from hvdtrain.training.step.patches import active, replaced, replaced_in_this_thread
+from hvdtrain.training.step.patches import active, replaced
 
 TOLERANCE = 0.25
 """Deviation from 1 or 2 where a step draws random numbers, as dropout does: others for twice the samples."""
@@ -244,7 +244,7 @@ def _formed(
             return original(values, sample_weight, mask, reduction, dtype)
 
         stack.enter_context(replaced(module_of_losses(), "reduce_weighted_values", reduced))
-        stack.enter_context(replaced_in_this_thread(keras.layers.Layer, "add_loss", add_loss))
+        stack.enter_context(replaced(keras.layers.Layer, "add_loss", add_loss))
         stack.enter_context(differentiating(trained_ids(model), differentiated))
         for metric in means_of(model):
             stack.enter_context(replaced(metric, "update_state", averaging(metric, counted)))

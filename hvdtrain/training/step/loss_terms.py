@@ -25,7 +25,7 @@ from hvdtrain.runtime.compiled import numbered
 from hvdtrain.state.variables import unwrap
 from hvdtrain.training.step.cross_entropy import fast_cross_entropy
 from hvdtrain.training.step.logs import metrics_of
-from hvdtrain.training.step.patches import active, replaced, replaced_in_this_thread
+from hvdtrain.training.step.patches import active, replaced
 
 Kind = Literal["mean", "sum"]
 """Whether a number is a mean over samples, or a sum."""
@@ -79,7 +79,7 @@ class LossTerms:
         """Correct the losses that are computed inside the context, in this thread."""
         with ExitStack() as stack:
             stack.enter_context(fast_cross_entropy())
-            stack.enter_context(replaced_in_this_thread(keras.losses.Loss, "__call__", _of_shards(keras.losses.Loss)))
+            stack.enter_context(replaced(keras.losses.Loss, "__call__", _of_shards(keras.losses.Loss)))
             sharded = self.of_stage or holds_output_slices(self.model)
             for metric in compiled_metrics(self.model) if sharded else ():
                 stack.enter_context(replaced(metric, "update_state", _counting_shards(metric)))
@@ -97,7 +97,7 @@ class LossTerms:
                 for metric in means_of(self.model):
                     stack.enter_context(replaced(metric, "update_state", averaging(metric, self._counted_once(means))))
             if not self.whole and "sum" in self.kinds.added:
-                stack.enter_context(replaced_in_this_thread(keras.layers.Layer, "add_loss", self._adding()))
+                stack.enter_context(replaced(keras.layers.Layer, "add_loss", self._adding()))
             yield
 
     def gradients_in_full(self) -> AbstractContextManager[None]:
@@ -242,7 +242,7 @@ def differentiating(trained: Collection[int], compute: Callable[[Gradients, Any,
         finally:
             within = False
 
-    with replaced_in_this_thread(tf.GradientTape, "gradient", gradient):
+    with replaced(tf.GradientTape, "gradient", gradient):
         yield
 
 
@@ -286,7 +286,7 @@ def _of_shards(kind: Any) -> Callable[..., Any]:
         of_slices = None if shard is None else sharded_form(loss, shard)
         if of_slices is None:
             return original(loss, y_true, gathered(y_pred), sample_weight)
-        with replaced_in_this_thread(type(loss), "call", lambda _, labels, logits: of_slices(labels, logits)):
+        with replaced(type(loss), "call", lambda _, labels, logits: of_slices(labels, logits)):
             return original(loss, y_true, y_pred, sample_weight)
 
     return call

@@ -28,7 +28,7 @@ from hvdtrain.training.step.batches import applies_nothing, number_of_samples, t
 from hvdtrain.training.step.finite import zero_if_finite
 from hvdtrain.training.step.logs import StepLogs
 from hvdtrain.training.step.loss_terms import MEANS, Kinds, LossTerms, trained_ids
-from hvdtrain.training.step.patches import offset_seeds, replaced, replaced_in_this_thread
+from hvdtrain.training.step.patches import offset_seeds, replaced
 from hvdtrain.training.step.placeholder import restored_if_empty, updated_statistics
 from hvdtrain.training.step.train_step import ReplicaStep
 from hvdtrain.training.update_rules.base import UpdateRule
@@ -70,7 +70,7 @@ class OptimizerExchange:
         self._weight.assign(tf.cast(weight, tf.float32))
         self._measure, self._calls = measure, {}
         with ExitStack() as stack:
-            stack.enter_context(replaced_in_this_thread(keras.optimizers.Optimizer, "apply", self._elsewhere()))
+            stack.enter_context(replaced(keras.optimizers.Optimizer, "apply", self._elsewhere()))
             for path, optimizer in self.optimizers.items():
                 stack.enter_context(replaced(optimizer, "apply", partial(self._apply, path)))
             yield
@@ -297,7 +297,7 @@ def applies_once(model: Any, batch: Batch, logs: StepLogs) -> bool:
                 places.append(-1)
 
         with ExitStack() as stack:
-            stack.enter_context(replaced_in_this_thread(keras.optimizers.Optimizer, "apply", elsewhere))
+            stack.enter_context(replaced(keras.optimizers.Optimizer, "apply", elsewhere))
             if model.optimizer is not None:
                 stack.enter_context(replaced(model.optimizer, "apply", apply))
             stack.enter_context(logs.recording())
@@ -321,7 +321,7 @@ def unapplied(model: Any, batch: Batch) -> Any:
     def apply(optimizer: Any, grads: Any, trainable_variables: Any = None) -> None:
         pass
 
-    with replaced_in_this_thread(keras.optimizers.Optimizer, "apply", apply):
+    with replaced(keras.optimizers.Optimizer, "apply", apply):
         return take_train_step(model, batch)
 
 

@@ -13,28 +13,29 @@ from hvdtrain.compat.tensorflow import copied_function
 
 @contextmanager
 def replaced(thing: Any, name: str, value: Callable[..., Any]) -> Iterator[None]:
-    """Patch a function of an object or module inside the context, for this thread only.
+    """Patch a function of an object or module, or a method of a class, inside the context, for this thread only.
 
     Bypasses Keras' attribute tracking.
     """
     thread = threading.get_ident()
-    with _ByThread.changing:
+    change, remove = (setattr, delattr) if isinstance(thing, type) else (object.__setattr__, object.__delattr__)
+    with _Dispatch.changing:
         dispatch = vars(thing).get(name)
         if not isinstance(dispatch, _Dispatch):
             dispatch = _Dispatch(getattr(thing, name), held=name in vars(thing))
-            object.__setattr__(thing, name, dispatch)
+            change(thing, name, dispatch)
         dispatch.replacements.setdefault(thread, []).append(value)
     try:
         yield
     finally:
-        with _ByThread.changing:
+        with _Dispatch.changing:
             dispatch.replacements[thread].pop()
             if not dispatch.replacements[thread]:
                 del dispatch.replacements[thread]
             if not dispatch.replacements and dispatch.held:
-                object.__setattr__(thing, name, dispatch.original)
+                change(thing, name, dispatch.original)
             elif not dispatch.replacements:
-                object.__delattr__(thing, name)
+                remove(thing, name)
 
 
 def active(thing: Any, name: str) -> Callable[..., Any]:
@@ -44,13 +45,16 @@ def active(thing: Any, name: str) -> Callable[..., Any]:
 
 
 class _Dispatch:
-    """A function patched by some threads."""
+    """A function or method patched by some threads."""
+
+    changing: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, original: Callable[..., Any], *, held: bool) -> None:
         self.original = original
         self.held = held
-        """Whether the object itself holds it, rather than its class."""
+        """Whether the object or class itself holds it, rather than its class or base."""
         self.replacements: dict[int, list[Callable[..., Any]]] = {}
+        """By thread; the last one is active."""
 
     def active(self) -> Callable[..., Any]:
         replacements = self.replacements.get(threading.get_ident())
@@ -59,44 +63,9 @@ class _Dispatch:
     def __call__(self, *args: Any, **options: Any) -> Any:
         return self.active()(*args, **options)
 
-
-@contextmanager
-def replaced_in_this_thread(kind: type, name: str, value: Any) -> Iterator[None]:
-    """Patch a class' method inside the context, for this thread only."""
-    thread = threading.get_ident()
-    with _ByThread.changing:
-        method = vars(kind).get(name)
-        if not isinstance(method, _ByThread):
-            method = _ByThread(getattr(kind, name), inherited=method is None)
-            setattr(kind, name, method)
-        method.replacements.setdefault(thread, []).append(value)
-    try:
-        yield
-    finally:
-        with _ByThread.changing:
-            method.replacements[thread].pop()
-            if not method.replacements[thread]:
-                del method.replacements[thread]
-            if not method.replacements and method.inherited:
-                delattr(kind, name)
-            elif not method.replacements:
-                setattr(kind, name, method.original)
-
-
-class _ByThread:
-    """A method patched by some threads."""
-
-    changing: ClassVar[threading.Lock] = threading.Lock()
-
-    def __init__(self, original: Any, *, inherited: bool) -> None:
-        self.original = original
-        self.inherited = inherited
-        self.replacements: dict[int, list[Any]] = {}
-        """By thread; the last one is active."""
-
     def __get__(self, instance: Any, owner: type) -> Any:
-        replacements = self.replacements.get(threading.get_ident())
-        method = replacements[-1] if replacements else self.original
+        """Bind what is active, as a method of a class."""
+        method: Any = self.active()
         return method.__get__(instance, owner)
 
 
@@ -114,7 +83,7 @@ def traced_anew() -> Iterator[None]:
         _, copied = copies.setdefault(id(function), (function, copied_function(function)))
         return original(copied, *args, **options)
 
-    with replaced_in_this_thread(kind, "__call__", call):
+    with replaced(kind, "__call__", call):
         yield
 
 
@@ -143,7 +112,7 @@ def offset_seeds(replica: int) -> Iterator[None]:
 
     graph.seed = None if seed is None else seed + replica * _APART
     try:
-        with replaced_in_this_thread(keras.random.SeedGenerator, "next", offset):
+        with replaced(keras.random.SeedGenerator, "next", offset):
             yield
     finally:
         graph.seed = seed

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdtrain.training.step.patches import offset_seeds, replaced, replaced_in_this_thread, traced_anew
+from hvdtrain.training.step.patches import offset_seeds, replaced, traced_anew
 from hvdtrain.training.trainer import Trainer
 
 ORIGINALS = (keras.random.SeedGenerator.next, keras.optimizers.Optimizer.apply)
@@ -42,7 +42,7 @@ def test_threads_that_replace_a_method_at_once_see_their_own_each():
     inside, leave = [[threading.Event() for _ in range(2)] for _ in range(2)]
 
     def replace(number):
-        with replaced_in_this_thread(Thing, "name", lambda thing: f"of thread {number}"):
+        with replaced(Thing, "name", lambda thing: f"of thread {number}"):
             inside[number].set()
             assert inside[1 - number].wait(20)
             assert leave[number].wait(20)
