@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from hvdtrain.optim.schedules import learning_rate_schedule
     from hvdtrain.parallel.parallelize import parallelize
     from hvdtrain.parallel.tensor.cuts import FusedHeads
-    from hvdtrain.runs.use.loaded import LoadedRun, load_run
+    from hvdtrain.runs.loaded import LoadedRun, load_run
     from hvdtrain.training.trainer import Trainer
 
 _PUBLIC = {
@@ -63,7 +63,7 @@ _PUBLIC = {
     "FusedHeads": "hvdtrain.parallel.tensor.cuts",
     "GradientAccumulator": "hvdtrain.gradients.accumulator",
     "LARS": "hvdtrain.optim.lars",
-    "LoadedRun": "hvdtrain.runs.use.loaded",
+    "LoadedRun": "hvdtrain.runs.loaded",
     "LossScaleOptimizer": "hvdtrain.optim.precision",
     "DotProductAttention": "hvdtrain.layers.attention",
     "MixtureOfExperts": "hvdtrain.layers.experts",
@@ -87,7 +87,7 @@ _PUBLIC = {
     "init": "hvdtrain.api",
     "is_initialized": "hvdtrain.api",
     "learning_rate_schedule": "hvdtrain.optim.schedules",
-    "load_run": "hvdtrain.runs.use.loaded",
+    "load_run": "hvdtrain.runs.loaded",
     "local_rank": "hvdtrain.api",
     "local_size": "hvdtrain.api",
     "parallelize": "hvdtrain.parallel.parallelize",

@@ -156,7 +156,7 @@ def _export_parser() -> Parser:
 
 
 def _export(session: Session, arguments: argparse.Namespace) -> None:
-    from hvdtrain.runs.use.export import export
+    from hvdtrain.runs.export import export
 
     exported = export(
         session, folder=arguments.folder, which=arguments.checkpoint, file=arguments.to, builder=arguments.model

@@ -131,23 +131,24 @@ def parse_evaluate(argv: list[str], files: FilesRead | None = None) -> Request:
 
 
 def _evaluate(session: Session, request: Request) -> None:
-    from hvdtrain.runs.reporting import left_out_line
-    from hvdtrain.runs.use.evaluate import EvaluateOptions, evaluate
+    from hvdtrain.runs.evaluate import evaluate
+    from hvdtrain.runs.run_files import left_out_line
 
     arguments = request.arguments
-    done = evaluate(
+    figures, file = evaluate(
         session,
         config=request.config,
         folder=request.folder,
-        options=EvaluateOptions(arguments.checkpoint, arguments.other_data, arguments.split),
         description=request.description,
+        checkpoint=arguments.checkpoint,
+        other_data=arguments.other_data,
+        split=arguments.split,
     )
     if session.world.primary:
-        figures = done.figures
         values = "  ".join(f"{name} {value:.4f}" for name, value in figures.items() if name.startswith("val_"))
         samples = "streamed" if figures["samples"] is None else f"{figures['samples']:,} samples"
-        message = left_out_line(figures.get("left_out", []), done.file.name)
-        line = f"step {figures['step']}  {values}  ({samples}, {done.file})"
+        message = left_out_line(figures.get("left_out", []), file.name)
+        line = f"step {figures['step']}  {values}  ({samples}, {file})"
         print("\n".join(filter(None, [message, line])), flush=True)
 
 
@@ -219,7 +220,7 @@ def _described_run(arguments: argparse.Namespace, verb: str, files: FilesRead) -
 
 def _predict(session: Session, request: Request) -> None:
     from hvdtrain.data.prediction import samples_from
-    from hvdtrain.runs.use.predict import PredictOptions, RowFormat, predict
+    from hvdtrain.runs.predict import RowFormat, predict
 
     arguments = request.arguments
     given: bytes | None = None
@@ -229,7 +230,6 @@ def _predict(session: Session, request: Request) -> None:
     description = request.description
     assert description is not None, "parse_predict refuses a run without one"
     samples = samples_from(tuple(arguments.paths), given, description.preprocessing, description.inputs)
-    rows = RowFormat(arguments.form, arguments.top, arguments.probabilities)
     with opened_output(arguments.out if session.world.primary else None) as out:
         bad = predict(
             session,
@@ -237,8 +237,11 @@ def _predict(session: Session, request: Request) -> None:
             folder=request.folder,
             description=description,
             samples=samples,
-            options=PredictOptions(arguments.checkpoint, arguments.batch_size, arguments.tolerated, rows),
             write=out.write,
+            row_format=RowFormat(arguments.form, arguments.top, arguments.probabilities),
+            checkpoint=arguments.checkpoint,
+            batch_size=arguments.batch_size,
+            tolerated=arguments.tolerated,
         )
     if session.world.primary and bad:
         print(f"warning: {bad} of {samples.source.size} could not be read: their lines say why.", file=sys.stderr)
@@ -297,7 +300,7 @@ def parse_generate(argv: list[str], files: FilesRead | None = None) -> Request:
 
 
 def _generate(session: Session, request: Request) -> None:
-    from hvdtrain.runs.use.generate import generate
+    from hvdtrain.runs.generate import generate
 
     arguments, description = request.arguments, request.description
     assert description is not None, "parse_generate refuses a run without one"

@@ -87,22 +87,26 @@ def read_description(folder: RunFolder, files: FilesRead | None = None) -> RunDe
     """
     import pydantic
 
-    files = files or FilesRead()
-    if not files.exists(folder.preprocessing):
+    files, file = files or FilesRead(), folder.preprocessing
+    if not files.exists(file):
         return None
     try:
-        content = json.loads(files.text(folder.preprocessing))
+        content = json.loads(files.text(file))
         if content["format"] != FORMAT:
-            raise CheckpointError(
-                f"{folder.preprocessing} has format {content['format']}; this version of hvdtrain reads {FORMAT}."
-            )
+            raise CheckpointError(f"{file} has format {content['format']}; this version of hvdtrain reads {FORMAT}.")
         values = {name: value for name, value in content.items() if name not in ("format", "kind")}
         description: RunDescription = pydantic.TypeAdapter(RunDescription).validate_python(values)
+    except CheckpointError:
+        raise
     except (OSError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{folder.preprocessing} is damaged: {error}.") from None
-    return _with_tokenizer(description, folder, files)
+        raise CheckpointError(f"{file} is damaged: {error}.") from None
+    text = description.preprocessing.text
+    if text is None or not text.model:
+        return description
+    if Path(text.model).name != text.model:
+        raise CheckpointError(f"{file} must name a tokenizer's file in its own folder. Received: {text.model!r}.")
+    text = replace(text, model=str(_on_this_host(folder.path / text.model, files)))
+    return replace(description, preprocessing=replace(description.preprocessing, text=text))
 
 
 def described(folder: RunFolder, verb: str, files: FilesRead | None = None) -> RunDescription:
@@ -121,20 +125,6 @@ def described(folder: RunFolder, verb: str, files: FilesRead | None = None) -> R
     return description
 
 
-def _with_tokenizer(description: RunDescription, folder: RunFolder, files: FilesRead) -> RunDescription:
-    """Name a file of this host that holds the tokenizer."""
-    preprocessing = description.preprocessing
-    text = preprocessing.text
-    if text is None or not text.model:
-        return description
-    if Path(text.model).name != text.model:
-        raise CheckpointError(
-            f"{folder.preprocessing} must name a tokenizer's file in its own folder. Received: {text.model!r}."
-        )
-    text = replace(text, model=str(_on_this_host(folder.path / text.model, files)))
-    return replace(description, preprocessing=replace(preprocessing, text=text))
-
-
 def _on_this_host(path: Path, files: FilesRead) -> Path:
     """Return a file with what `files` reads at `path`: a copy in the cache where this host has no such file."""
     with contextlib.suppress(OSError):
@@ -151,23 +141,10 @@ def _on_this_host(path: Path, files: FilesRead) -> Path:
 
 def describe_run(config: DataConfig, splits: "DataSplits", model: Any, loss: Any) -> RunDescription:
     """Return the description of a built Keras model and its loss, or losses, for the samples of `splits`."""
-    from hvdtrain.models.objective import output_kind
-
-    kind = output_kind(model, loss, splits.classes)
-    return RunDescription(
-        data=config.data,
-        inputs=_signature(splits),
-        classes=splits.classes,
-        outputs=kind,
-        preprocessing=splits.preprocessing,
-    )
-
-
-def _signature(splits: "DataSplits") -> Any:
-    """Return dtype and shape of the inputs as the model gets them."""
     import tensorflow as tf
 
     from hvdtrain.data.source import batch_spec
+    from hvdtrain.models.objective import output_kind
 
     specs = splits.train.spec
     if splits.finish is not None:
@@ -175,10 +152,17 @@ def _signature(splits: "DataSplits") -> Any:
         finish = tf.function(splits.finish, autograph=False)
         specs = finish.get_concrete_function(*batch_spec(splits.train)).structured_outputs
         specs = tf.nest.map_structure(lambda tensor: tf.TensorSpec(tensor.shape[1:], tensor.dtype), specs)
-    return _plain(specs[0])
+    return RunDescription(
+        data=config.data,
+        inputs=_plain(specs[0]),
+        classes=splits.classes,
+        outputs=output_kind(model, loss, splits.classes),
+        preprocessing=splits.preprocessing,
+    )
 
 
 def _plain(spec: Any) -> Any:
+    """Return a nest of specs as dicts and lists that JSON can hold."""
     if isinstance(spec, dict):
         return {name: _plain(part) for name, part in spec.items()}
     if isinstance(spec, tuple | list):

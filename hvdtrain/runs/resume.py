@@ -1,4 +1,4 @@
-"""Resuming a run: its folder, its checkpoints, and the message of an interrupted one."""
+"""Resuming a run: what must have stayed the same, and the message of an interrupted one."""
 
 import shlex
 from collections.abc import Mapping
@@ -7,9 +7,8 @@ from typing import Any, Literal
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.checkpoint.agreement import on_every_rank
-from hvdtrain.checkpoint.checkpointer import Checkpointer
 from hvdtrain.checkpoint.naming import complete, step_of
-from hvdtrain.config.errors import CheckpointError, ConfigError
+from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.files import apply_values, read_values
 from hvdtrain.config.run import Config
 from hvdtrain.data.file_order import FileOrder
@@ -52,21 +51,6 @@ def launch_command(environment: Environment) -> str:
 
 Resume = Literal["no", "yes", "auto"]
 """Whether a run goes on from its newest good checkpoint; `auto` starts it anew where there is none."""
-
-
-def newest_of_run(checkpoints: Checkpointer, run: Path, resume: Resume) -> Path | None:
-    """Return the newest good checkpoint of the run in the folder `run`; None if `auto` is to start it anew.
-
-    Raises:
-        CheckpointError: there is none to resume from.
-    """
-    newest = checkpoints.find_to_go_on()
-    if newest is None and resume == "yes":
-        raise CheckpointError(
-            f"--resume takes a run with a good checkpoint. Received: {run}, which has none. Start a new run, or start "
-            f"it anew by its first command and --resume auto."
-        )
-    return newest
 
 
 def is_finished(folder: RunFolder, config: Config, backend: Backend) -> bool:

@@ -12,27 +12,34 @@ from hvdtrain.checkpoint.background import BackgroundSaver
 from hvdtrain.checkpoint.checkpointer import Checkpointer
 from hvdtrain.checkpoint.index import read_index
 from hvdtrain.checkpoint.lock import FolderLock, locked
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import CheckpointError, ConfigError
 from hvdtrain.config.observability import trace_config
 from hvdtrain.config.run import Config
 from hvdtrain.data.identity import Identity, identity_of
-from hvdtrain.data.pipeline import SourceTraining, TrainingData
+from hvdtrain.data.pipeline import SourceTraining
 from hvdtrain.models.registry import model_family
 from hvdtrain.observability.events import Observer
 from hvdtrain.runs.description import describe_run
 from hvdtrain.runs.folder import RunFolder, create, opened
-from hvdtrain.runs.reporting import info_of, left_out_line, observers_of, run_figures
 from hvdtrain.runs.resume import (
     Resume,
     check_samples,
     interrupted,
     is_finished,
-    newest_of_run,
     settle_processes,
     stretched_schedule,
 )
-from hvdtrain.runs.run_data import RunData, left_out, run_data
-from hvdtrain.runs.run_files import StartFiles, summary_of_run, write_end, write_start
+from hvdtrain.runs.run_data import left_out, run_data
+from hvdtrain.runs.run_files import (
+    StartFiles,
+    info_of,
+    left_out_line,
+    observers_of,
+    run_figures,
+    summary_of_run,
+    write_end,
+    write_start,
+)
 from hvdtrain.runs.trainers import run_trainer, step_arguments
 from hvdtrain.runtime.logs import LOGGER
 from hvdtrain.runtime.session import Session
@@ -57,16 +64,15 @@ def train(
         session: this rank's part in the job.
         config: the whole configuration, the same on every rank.
         path: the run's folder; rank 0 makes it and writes into it.
-        resume: whether to go on from the newest good checkpoint in it.
+        resume: whether to continue from the newest good checkpoint in it.
         start: the folder in which relative paths of `config` begin; None: the working folder.
-        commits: of an elastic training; those that are left of an earlier world are gone on from.
+        commits: of an elastic training; those left of an earlier world are continued from.
 
     Raises:
         UserError: options, data or a checkpoint that cannot be used.
     """
     backend = backend_for(session)
-    refusal = "--run-dir {folder} cannot be created"
-    with locked(path, backend, refusal, job=session.link.job) as lock:
+    with locked(path, backend, "--run-dir {folder} cannot be created", job=session.link.job) as lock:
         begins = commits is None or not commits.goes_on
         if resume == "auto" and begins and is_finished(RunFolder(path), config, backend):
             return {}
@@ -96,45 +102,53 @@ def _train(
         check_elastic(session, backend.name, step_options(step_arguments(config)), config.data.shard_by)
     source = run_data(config, backend)
     data = source.training
+    tolerant = data if isinstance(data, SourceTraining) else None
     plan = _plan(config, data.steps_per_epoch)
     trainer = run_trainer(config, source, backend)
     trainer.build(data)
-    folder, first = RunFolder(path), backend.primary
-    kept = config.checkpoint
+    folder, first, kept = RunFolder(path), backend.primary, config.checkpoint
     begun = StartFiles(folder, lock)
-    hours = kept.keep_every_hours
-    checkpoints = Checkpointer(folder.checkpoints, kept.keep, backend, keep_every_hours=hours, before=begun.restore)
-    identity, stretched = identity_of(source.loaded), None
+    checkpoints = Checkpointer(
+        folder.checkpoints, kept.keep, backend, keep_every_hours=kept.keep_every_hours, before=begun.restore
+    )
+    identity, warning = identity_of(source.loaded), None
     restored = commits is not None and commits.restore(trainer.state, backend)
-    newest = None if resume == "no" or restored else newest_of_run(checkpoints, path, resume)
+    newest = None if resume == "no" or restored else checkpoints.find_to_go_on()
     if newest is not None:
-        stretched = _resume(trainer, newest=newest, identity=identity, config=config, path=path)
+        warning = _resume(trainer, newest=newest, identity=identity, config=config, path=path)
+    elif resume == "yes" and not restored:
+        raise CheckpointError(
+            f"--resume takes a run with a good checkpoint. Received: {path}, which has none. Start a new run, or start "
+            f"it anew by its first command and --resume auto."
+        )
     elif first and resume == "no" and (commits is None or not commits.goes_on):
         create(path)
-    trainer.state.scalars.data = identity
+    scalars = trainer.state.scalars
+    scalars.data = identity
     trainer.broadcast_state()
-    settle_processes(trainer.state.scalars, data, backend.processes, path)
-    if isinstance(data, SourceTraining):
-        data.bad.recall(trainer.state.scalars.left_out)
-    if resume != "auto":
-        _refuse_finished(trainer, plan)
-    _check_profile(config, trainer, plan)
+    settle_processes(scalars, data, backend.processes, path)
+    if tolerant is not None:
+        tolerant.bad.recall(scalars.left_out)
+    _check_steps(config, scalars.step, plan.total_steps, finished=resume == "auto")
     if config.observability.rank_logs:
-        _log_to_file(session, folder, trainer.state.scalars.step)
+        _log_to_file(session, folder, scalars.step)
     figures = run_figures(trainer, folder, session)
     observers = observers_of(config, session=session, folder=folder, figures=figures) if first else Observer()
-    info = info_of(config, session=session, backend=backend, data=data, plan=plan, trainer=trainer, folder=folder)
-    saver = BackgroundSaver(checkpoints, session.control, lambda state: _note_left_out(state, data))
-    place = (plan.total_steps, session.environment)
-    session.link.on_interrupt = lambda: interrupted(folder, trainer.state.scalars.step, *place)
+    info = info_of(config, data=data, plan=plan, trainer=trainer, folder=folder)
+
+    def note_left_out(state: Any) -> None:
+        state.scalars.left_out = {str(number): text for number, text in left_out(data).items()}
+
+    saver = BackgroundSaver(checkpoints, session.control, note_left_out)
+    ends = (plan.total_steps, session.environment)
+    session.link.on_interrupt = lambda: interrupted(folder, trainer.state.scalars.step, *ends)
     try:
         if first:
-            loss = model_family(config.model).loss()
-            description = describe_run(config.data, source.splits, trainer.model, loss)
+            description = describe_run(config.data, source.splits, trainer.model, model_family(config.model).loss())
             write_start(folder, config, description, start or Path.cwd())
             begun.remember()
-        if stretched is not None:
-            observers.on_message(stretched)
+        if warning is not None:
+            observers.on_message(warning)
         ranks = session.control.size
         with session.link.stoppable(info.start_step, grace=kept.grace_seconds, ranks=ranks) as stopping:
             result = trainer.train(
@@ -148,11 +162,14 @@ def _train(
                 stopping=stopping,
                 commits=commits,
             )
-        summary = summary_of_run(
-            config, session=session, backend=backend, trainer=trainer, result=result, resumed_from=info.start_step
-        )
-        summary |= _left_out(source, observers, folder)
-        summary |= {} if commits is None else {"worlds": [asdict(world) for world in commits.worlds]}
+        summary = summary_of_run(config, session=session, trainer=trainer, result=result, resumed_from=info.start_step)
+        if tolerant is not None and tolerant.bad.tolerated:
+            tolerant.bad.share()  # collective
+            if line := left_out_line(source.bad, folder.summary.name):
+                observers.on_message(line)
+            summary |= {"bad_records": len(source.bad), "left_out": source.bad}
+        if commits is not None:
+            summary["worlds"] = [asdict(world) for world in commits.worlds]
         if first:
             write_end(folder, config=config, trainer=trainer, summary=summary, begun=begun)
         observers.on_end(summary)
@@ -175,8 +192,7 @@ def _log_to_file(session: Session, folder: RunFolder, begun: int) -> None:
 
 def _resume(trainer: Trainer, newest: Path, identity: Identity, config: Config, path: Path) -> str | None:
     """Restore a checkpoint, if its run had the same samples; return, on rank 0, a warning of the schedule."""
-    first = trainer.backend.primary
-    earlier = opened(path, "--resume")[1] if first else None
+    earlier = opened(path, "--resume")[1] if trainer.backend.primary else None
     if earlier is not None:
         # Before the tensors are looked at: other data may make another model.
         check_samples(read_index(newest).scalars.get("data"), now=identity, config=config, earlier=earlier, run=path)
@@ -184,63 +200,32 @@ def _resume(trainer: Trainer, newest: Path, identity: Identity, config: Config, 
     return stretched_schedule(config, earlier) if earlier is not None else None
 
 
-def _left_out(source: RunData, observers: Observer, folder: RunFolder) -> dict[str, Any]:
-    """Say how many samples were left out, and which; every rank calls it."""
-    data = source.training
-    if not isinstance(data, SourceTraining) or not data.bad.tolerated:
-        return {}
-    data.bad.share()
-    told = left_out_line(source.bad, folder.summary.name)
-    if told:
-        observers.on_message(told)
-    return _bad_records(source)
-
-
-def _bad_records(source: RunData) -> dict[str, Any]:
-    return {"bad_records": len(source.bad), "left_out": source.bad}
-
-
 def _plan(config: Config, steps_per_epoch: int) -> Plan:
     total = config.training.epochs * steps_per_epoch
-    total = min(total, config.training.max_steps or total)
-    checkpoint = config.checkpoint
-    commit_every = config.elastic.commit_every if config.elastic.elastic else None
     return Plan(
-        total_steps=total,
+        total_steps=min(total, config.training.max_steps or total),
         log_every=config.observability.log_every,
-        checkpoint_every=checkpoint.checkpoint_every,
-        commit_every=commit_every,
-        best=checkpoint.best,
+        checkpoint_every=config.checkpoint.checkpoint_every,
+        commit_every=config.elastic.commit_every if config.elastic.elastic else None,
+        best=config.checkpoint.best,
     )
 
 
-def _refuse_finished(trainer: Trainer, plan: Plan) -> None:
-    done = trainer.state.scalars.step
-    if done >= plan.total_steps:
-        raise ConfigError(
-            f"The run has finished {done} steps and is to end at {plan.total_steps}: there is nothing left to train. "
-            "--epochs or --max-steps extend it."
-        )
-
-
-def _check_profile(config: Config, trainer: Trainer, plan: Plan) -> None:
-    """Refuse steps that this run does not take.
+def _check_steps(config: Config, done: int, total: int, *, finished: bool) -> None:
+    """Refuse a run without steps left, unless it may be `finished`, and a profile of steps that it does not take.
 
     Raises:
         ConfigError: naming them.
     """
-    reported, done = config.observability, trainer.state.scalars.step
+    if done >= total and not finished:
+        raise ConfigError(
+            f"The run has finished {done} steps and is to end at {total}: there is nothing left to train. "
+            "--epochs or --max-steps extend it."
+        )
+    reported = config.observability
     trace = trace_config(reported.timeline, reported.profile, reported.profile_ranks)
-    if (
-        trace is not None
-        and trace.steps is not None
-        and not done < trace.steps[0] <= trace.steps[1] <= plan.total_steps
-    ):
+    if trace is not None and trace.steps is not None and not done < trace.steps[0] <= trace.steps[1] <= total:
         raise ConfigError(
             f"--profile {reported.profile} names steps that this run does not take: it goes from step {done + 1} to "
-            f"{plan.total_steps}. Name some of these."
+            f"{total}. Name some of these."
         )
-
-
-def _note_left_out(state: Any, data: TrainingData) -> None:
-    state.scalars.left_out = {str(number): text for number, text in left_out(data).items()}

@@ -39,13 +39,13 @@ def stream_training(source: StreamSource, config: Config, backend: Backend) -> T
     """
     data = config.data
     unfit = {
-        "--augment": bool(data.augment),
+        "--augment": data.augment,
         "--tail": data.tail != "pad",
         "--shard-by": data.shard_by != "samples",
-        "--on-bad-record": bool(data.tolerated),
+        "--on-bad-record": data.tolerated,
         "--cache file": data.cache == "file",
-        "--data-threads": bool(data.data_threads),
-        "--data-memory-mb": bool(data.data_memory_mb),
+        "--data-threads": data.data_threads,
+        "--data-memory-mb": data.data_memory_mb,
     }
     if option := next((option for option, used in unfit.items() if used), None):
         raise ConfigError(
@@ -92,11 +92,10 @@ def run_data(config: Config, backend: Backend) -> RunData:
         DataError: data that cannot be used.
     """
     check_batch(config, backend)
-    splits = loaded_splits(config, backend)
-    loaded, where = splits, config.data.cache
+    splits = loaded = loaded_splits(config, backend)
 
     def kept(source: Any) -> Any:
-        return source if is_stream(source) else cached(source, where)
+        return source if is_stream(source) else cached(source, config.data.cache)
 
     splits = replace(splits, train=kept(splits.train), validation=kept(splits.validation))
     training, steps = _training(config, splits, backend), config.training.validation_steps
@@ -156,7 +155,7 @@ def _training(config: Config, splits: DataSplits, backend: Backend) -> TrainingD
         tail=data.tail,
         shard_by=data.shard_by,
         read_options=options,
-        gather=_gather(backend),
+        gather=gather_along_replicas(backend),
         remedy=waiting_advice(data, heavy=splits.train.heavy),
         uneven=backend.capabilities.uneven,
     )
@@ -230,11 +229,12 @@ def evaluation_of(
         index=backend.process,
         size=backend.processes,
         read_options=options,
-        gather=_gather(backend),
+        gather=gather_along_replicas(backend),
     )
 
 
-def _gather(backend: Backend) -> Gather:
+def gather_along_replicas(backend: Backend) -> Gather:
+    """Return a function that gathers a value of each replica."""
     return lambda mine: gather(backend, mine, among="data_parallel")
 
 

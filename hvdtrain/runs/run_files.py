@@ -1,28 +1,130 @@
-"""Write a run's files: configuration, summary, curves, and the trained model."""
+"""What a run writes and reports: its files, its summary, its observers and their figures."""
 
+import importlib.util
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.backends.protocol import Backend, split_axes, world_size
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import split_axes, world_size
 from hvdtrain.checkpoint.lock import FolderLock
-from hvdtrain.config.errors import CheckpointError
+from hvdtrain.checkpoint.naming import complete, step_of
+from hvdtrain.config.errors import CheckpointError, on_command_line
 from hvdtrain.config.files import to_yaml
 from hvdtrain.config.run import Config
+from hvdtrain.config.user_code import is_user_code
+from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.layers.convert import without_sync_batch_norm
+from hvdtrain.observability.console import make_console
+from hvdtrain.observability.events import Observer, Observers, RunInfo
+from hvdtrain.observability.jsonl import JsonlWriter
 from hvdtrain.observability.plots import draw_curves
+from hvdtrain.observability.prometheus import open_exporter
 from hvdtrain.observability.summary import draft_of, write_json
+from hvdtrain.observability.tensorboard import TensorBoardWriter
 from hvdtrain.observability.wording import plural
-from hvdtrain.optim.schedules import scaled_learning_rate
+from hvdtrain.optim.schedules import describe_rate, scaled_learning_rate
 from hvdtrain.runs.description import RunDescription, write_description
 from hvdtrain.runs.folder import RunFolder
-from hvdtrain.runs.reporting import has_package
 from hvdtrain.runtime.consequences import reason
-from hvdtrain.runtime.logs import LOGGER
+from hvdtrain.runtime.logs import LOGGER, on_terminal
 from hvdtrain.runtime.report import collect_environment
 from hvdtrain.runtime.session import Session
 from hvdtrain.state.named_tensors import is_split
+from hvdtrain.training.loop.loop import Plan
 from hvdtrain.training.loop.report import FitResult, summary_of
+from hvdtrain.training.run_info import run_info
 from hvdtrain.training.trainer import Trainer
+
+SCATTERS_EACH_MICROBATCH = 2
+"""From this stage of ZeRO on gradients are not accumulated whole."""
+
+
+def run_figures(trainer: Trainer, folder: RunFolder, session: Session) -> Callable[[], dict[str, float]]:
+    """Return a function that looks at a run, from any thread, and returns its figures by name."""
+    per_step, ranks = exchanged_bytes(trainer), trainer.backend.size
+
+    def figures() -> dict[str, float]:
+        scalars = trainer.state.scalars
+        bad, saved = scalars.bad_steps, complete(folder.checkpoints)
+        found: dict[str, float] = {
+            "bad_steps": bad.non_finite + bad.spikes,
+            "rollbacks": len(bad.rollbacks),
+            "checkpoints": len(saved),
+            "exchange_bytes": scalars.step * per_step if ranks > 1 else 0,
+        }
+        if saved:
+            found["checkpoint_step"] = step_of(saved[-1])
+        slow = session.link.stragglers.latest if session.link.stragglers is not None else None
+        if slow is not None:
+            found |= {"slowest_rank": slow.rank, "slowest_rank_own_seconds": slow.own_ms / 1000.0}
+        return found
+
+    return figures
+
+
+def exchanged_bytes(trainer: Trainer) -> float:
+    """Return the bytes of dense gradients that a rank gives to the exchange in a step; of local steps, of weights."""
+    options = trainer.options
+    narrow = options.compression in ("bf16", "fp16")
+    sizes = (
+        math.prod(variable.shape) * (2 if narrow else tf.as_dtype(variable.dtype).size)
+        for variable in trainer.model.trainable_variables
+    )
+    rounds = options.accumulate if options.zero >= SCATTERS_EACH_MICROBATCH else 1
+    return sum(sizes) * rounds / max(1, options.local_steps or 1)
+
+
+def observers_of(
+    config: Config, session: Session, folder: RunFolder, figures: Callable[[], dict[str, float]]
+) -> Observers:
+    """Return the observers of a run on rank 0: console, files, HTTP."""
+    chosen: list[Observer] = [make_console(live=on_terminal(session.environment)), JsonlWriter(folder.metrics)]
+    reported = config.observability
+    if reported.metrics_port is not None:
+        chosen.append(open_exporter(reported.metrics_port, reported.metrics_host, figures, again=session.rejoined))
+    if reported.tensorboard and has_package("tensorboard", "TensorBoard files", "tensorboard"):
+        chosen.append(TensorBoardWriter(folder.tensorboard))
+    return Observers(chosen)
+
+
+def info_of(config: Config, data: TrainingData, plan: Plan, trainer: Trainer, folder: RunFolder) -> RunInfo:
+    """Return the facts about the run for its observers."""
+    own = {"model": config.model.model, "data": config.data.data}
+    words = [f"{name} {value}" for name, value in own.items() if is_user_code(value)]
+    return replace(
+        run_info(trainer.backend, state=trainer.state, options=trainer.options, data=data, plan=plan),
+        recipe=", ".join([config.recipe, *words]),
+        begin_epoch=0,
+        begin_step=0,
+        learning_rate=describe_rate(config.optim, data.batch, config.training.epochs * data.steps_per_epoch),
+        run_dir=folder.path,
+        wording=on_command_line,
+    )
+
+
+def has_package(package: str, what: str, extra: str) -> bool:
+    """Return whether an optional package is installed; if not, log how to install it."""
+    if importlib.util.find_spec(package) is not None:
+        return True
+    LOGGER.info(f"no {what}: pip install 'hvdtrain[{extra}]' (--{extra} False leaves out this line)")
+    return False
+
+
+def left_out_line(bad: Sequence[str], file: str) -> str:
+    """Return a warning that names the first of the samples that were left out; "" if there are none.
+
+    Args:
+        bad: what is wrong with each.
+        file: the file in the run's folder that names them all.
+    """
+    if not bad:
+        return ""
+    others = f" ({file} names all {len(bad)})" if len(bad) > 1 else ""
+    return f"warning: {plural(len(bad), 'sample')} could not be read and did not count: {bad[0]}{others}"
 
 
 class StartFiles:
@@ -93,28 +195,24 @@ def _write_end(folder: RunFolder, config: Config, trainer: Trainer, summary: dic
             f"`python -m hvdtrain checkpoint export {folder.path}` writes the whole model."
         )
     else:
-        _save_model(folder, config, trainer)
+        with trainer.averaged_weights(), draft_of(folder.model) as draft:
+            # Converted layers are converted back, so that the model loads without this package.
+            model = without_sync_batch_norm(trainer.model) if config.training.sync_batch_norm else trainer.model
+            model.save(draft)
     if config.observability.plots and has_package("matplotlib", "curves.png", "plots") and folder.metrics.exists():
         draw_curves(folder.metrics, folder.curves, title=_title(summary))
     write_json(folder.summary, summary)
 
 
-def _save_model(folder: RunFolder, config: Config, trainer: Trainer) -> None:
-    with trainer.averaged_weights(), draft_of(folder.model) as draft:
-        # Converted layers are converted back, so that the model loads without this package.
-        model = without_sync_batch_norm(trainer.model) if config.training.sync_batch_norm else trainer.model
-        model.save(draft)
-
-
 def summary_of_run(
-    config: Config, session: Session, backend: Backend, trainer: Trainer, result: FitResult, *, resumed_from: int
+    config: Config, session: Session, trainer: Trainer, result: FitResult, *, resumed_from: int
 ) -> dict[str, Any]:
     """Return the contents of `summary.json`, the same on every rank; `resumed_from` is a step, or 0.
 
     Raises:
         LaunchError: the ranks' parameters differ.
     """
-    state = trainer.state
+    state, backend = trainer.state, trainer.backend
     return {
         "recipe": config.recipe,
         "backend": backend.name,

@@ -1,6 +1,9 @@
 """The trainer that a configuration describes, and what its start on N ranks would refuse."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 from hvdtrain.backends.planned import planned
@@ -8,6 +11,7 @@ from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.parallel import parse_axes
 from hvdtrain.config.run import Config
+from hvdtrain.data.batch import Batch
 from hvdtrain.data.order import Order
 from hvdtrain.data.registry import load_splits
 from hvdtrain.data.shapes import check_shapes
@@ -16,12 +20,14 @@ from hvdtrain.models.objective import soft_label_loss, soft_label_metrics
 from hvdtrain.models.registry import build_model, layout_rules, model_family
 from hvdtrain.optim.optimizers import build_optimizer
 from hvdtrain.parallel.parallelize import parallelize
+from hvdtrain.runs.description import RunDescription
 from hvdtrain.runs.run_data import RunData, check_batch
 from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.mesh import Mesh
 from hvdtrain.runtime.session import check_parallel
 from hvdtrain.training.assembly import check_expert_parallel, check_split
 from hvdtrain.training.elastic import check_undivided
+from hvdtrain.training.evaluation.predict import build_for
 from hvdtrain.training.options import StepOptions, step_options
 from hvdtrain.training.trainer import Trainer
 
@@ -97,6 +103,40 @@ def trainer_for(config: Config, shape: Any, classes: int | None, backend: Backen
         weighted_metrics=metrics if tolerated else None,
         **step_arguments(config),
     )
+
+
+@contextmanager
+def trained_model(
+    config: Config,
+    description: RunDescription,
+    folder: Path,
+    which: str,
+    backend: Backend,
+    like: Batch | None = None,
+) -> Iterator[Any]:
+    """Yield a run's model as it is evaluated in training: with the averages of its weights, if any. Collective.
+
+    Args:
+        config: of the run.
+        description: of the run.
+        folder: holds the run's checkpoints, or is one of them.
+        which: `newest`, `best`, or the number of a step.
+        backend: the replicas.
+        like: a batch of the model's inputs; None: one sample of zeros.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it does not fit the configuration.
+    """
+    trainer = trainer_for(
+        config, shape=description.sample_shape, classes=description.classes, backend=backend, steps=ANY_STEPS
+    )
+    zeros = Batch(inputs=description.zeros(), targets=None, sample_weight=None, has_samples=1.0, global_samples=1)
+    build_for(trainer.model, [like or zeros])
+    trainer.restore(folder, which)
+    trainer.broadcast_state()
+    trainer.rule.consolidate()
+    with trainer.averaged_weights():
+        yield trainer.model
 
 
 def step_arguments(config: Config) -> dict[str, Any]:

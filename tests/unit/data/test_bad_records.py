@@ -11,7 +11,7 @@ from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.pipeline import ReadOptions, SourceEvaluation, SourceTraining
 from hvdtrain.data.sources.class_folders import scan
 from hvdtrain.data.sources.images import ImageSource
-from hvdtrain.runs.reporting import left_out_line
+from hvdtrain.runs.run_files import left_out_line
 from tests.unit.images import write_folders
 
 

@@ -16,10 +16,7 @@ def test_a_new_folder_is_made_with_those_above_it(tmp_path):
     create(path)
     assert path.is_dir()
     assert list(path.iterdir()) == []
-
-
-def test_an_empty_folder_is_taken(tmp_path):
-    create(tmp_path)
+    create(path)  # an empty folder is taken
 
 
 @pytest.mark.parametrize("name", ["notes.txt", ".hidden"])
@@ -42,13 +39,6 @@ def test_a_file_in_the_folders_place_is_named(tmp_path, below):
     ):
         create(path)
     assert file.read_text() == "mine"
-
-
-def test_the_parts_of_a_run_are_different_files_in_its_folder(tmp_path):
-    folder = RunFolder(tmp_path)
-    parts = [part for name, part in vars(folder).items() if name != "path"]
-    assert len(parts) == len(set(parts)) == 12
-    assert all(part.parent == tmp_path for part in parts)
 
 
 def test_a_run_gets_a_name_that_no_run_has(tmp_path, monkeypatch):

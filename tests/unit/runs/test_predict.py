@@ -13,8 +13,7 @@ from hvdtrain.data.prediction import pixels, samples_from, table_rows
 from hvdtrain.data.preprocessing import ImageInputs, Preprocessing, TableColumn, TableInputs, TextInputs
 from hvdtrain.data.sources.table_file import rows_in_memory
 from hvdtrain.runs.description import RunDescription
-from hvdtrain.runs.use.model import readable_outputs
-from hvdtrain.runs.use.predict import RowFormat, RowWriter
+from hvdtrain.runs.predict import RowFormat, RowWriter, readable_outputs
 from tests.unit.images import encoded, picture, tar_of, write_folders
 
 IMAGE = Preprocessing(image=ImageInputs(4, 4, 3))

@@ -18,8 +18,8 @@ from hvdtrain.data.sources.tokenizers import Tokenizer, tokenizer_of
 from hvdtrain.models.registry import build_model, model_family
 from hvdtrain.runs.description import RunDescription, described
 from hvdtrain.runs.folder import RunFolder, located, opened, start_folder
-from hvdtrain.runs.use.generate import TextGenerator, check_language_model
-from hvdtrain.runs.use.model import readable_outputs
+from hvdtrain.runs.generate import TextGenerator, check_language_model
+from hvdtrain.runs.predict import readable_outputs
 from hvdtrain.training.step.batches import inputs_for
 
 
@@ -118,8 +118,8 @@ class LoadedRun:
             return table_rows(file, preprocessing.table)
         if preprocessing.image is None:
             return arrays_as_they_are(data, self.description.inputs, "the array given")
-        if _are_paths(data):
-            paths = [data] if isinstance(data, str | Path) else data
+        paths = [data] if isinstance(data, str | Path) else data
+        if isinstance(paths, Sequence) and paths and all(isinstance(path, str | Path) for path in paths):
             return image_files([Path(path) for path in paths], preprocessing.image)
         return pixels(np.asarray(data), preprocessing.image, "the array given")
 
@@ -137,17 +137,14 @@ def load_run(folder: str | Path) -> LoadedRun:
     _, config = opened(run.path, "load_run")
     description = described(run, "load_run")
     if not run.model.is_file():
-        raise CheckpointError(f"load_run {run.path}: {_why_without_model(run)}")
+        why = f"the run is not finished, it has no {run.model.name}: --resume goes on with it."
+        if run.summary.is_file():
+            why = (
+                f"its ranks held parts of the model, so that it has no {run.model.name}. `python -m hvdtrain "
+                f"checkpoint export {run.path} --to {run.model}` writes it."
+            )
+        raise CheckpointError(f"load_run {run.path}: {why}")
     return LoadedRun(run.path, _model(run, located(config, start_folder(run)), description), description)
-
-
-def _why_without_model(run: RunFolder) -> str:
-    if not run.summary.is_file():
-        return f"the run is not finished, it has no {run.model.name}: --resume goes on with it."
-    return (
-        f"its ranks held parts of the model, so that it has no {run.model.name}. `python -m hvdtrain checkpoint export "
-        f"{run.path} --to {run.model}` writes it."
-    )
 
 
 def _model(run: RunFolder, config: Config, description: RunDescription) -> keras.Model:
@@ -166,8 +163,3 @@ def _model(run: RunFolder, config: Config, description: RunDescription) -> keras
     model(inputs_for(model, description.zeros()))
     model.load_weights(run.model)
     return model
-
-
-def _are_paths(data: Any) -> bool:
-    several = isinstance(data, Sequence) and len(data) > 0 and all(isinstance(path, str | Path) for path in data)
-    return isinstance(data, str | Path) or several

@@ -7,7 +7,7 @@ from hvdtrain.config.sampling import Sampling
 from hvdtrain.data.preprocessing import ImageInputs, Preprocessing, TextInputs
 from hvdtrain.data.sources.tokenizers import ByteTokenizer
 from hvdtrain.runs.description import RunDescription
-from hvdtrain.runs.use.generate import TextGenerator, check_language_model, drawn
+from hvdtrain.runs.generate import TextGenerator, check_language_model, drawn
 
 ALPHABET = "abcdefgh"
 

@@ -8,7 +8,7 @@ import csv
 import io
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -22,13 +22,50 @@ from hvdtrain.data.pipeline import ReadOptions, SourceEvaluation
 from hvdtrain.data.prediction import PredictionSamples
 from hvdtrain.runs.description import RunDescription
 from hvdtrain.runs.folder import RunFolder
-from hvdtrain.runs.use.model import has_one_class, outputs_width, readable_outputs, trained_model
+from hvdtrain.runs.run_data import gather_along_replicas
+from hvdtrain.runs.trainers import trained_model
 from hvdtrain.runtime.session import Session
 from hvdtrain.training.step.batches import inputs_for
 
 Format = Literal["csv", "jsonl"]
 DIGITS = 6
 """Rounded to, so that the last bits of a processor's arithmetic do not show."""
+
+
+def readable_outputs(outputs: Any, description: RunDescription) -> Any:
+    """Return probabilities [samples, classes] where the model has classes, else the outputs as they are.
+
+    They are of two classes for a binary model with one output.
+    """
+    if not isinstance(outputs, np.ndarray) or description.outputs == "values":
+        return outputs
+    array = outputs.astype(np.float64)
+    if description.outputs == "logits":
+        return softmax(array).astype(np.float32)
+    if description.outputs == "binary_logits":
+        array = 1.0 / (1.0 + np.exp(-np.clip(array, -700, 700)))
+    if description.outputs.startswith("binary") and (array.ndim == 1 or array.shape[-1] == 1):
+        of_one = array.reshape(len(array), -1)[:, :1]
+        array = np.concatenate([1.0 - of_one, of_one], axis=1)
+    return array.astype(np.float32)
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    """Return the probabilities [..., classes] of `logits`."""
+    shares = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    total: np.ndarray = shares / shares.sum(axis=-1, keepdims=True)
+    return total
+
+
+def has_one_class(outputs: Any, description: RunDescription) -> bool:
+    """Whether each row of readable `outputs` is a distribution over classes, of which one is predicted."""
+    several_labels = description.outputs.startswith("binary") and outputs_width(outputs) != 2
+    return description.outputs != "values" and outputs_width(outputs) > 1 and not several_labels
+
+
+def outputs_width(outputs: Any) -> int:
+    """Return the length of rows [samples, n]; 0 for anything else."""
+    return outputs.shape[1] if isinstance(outputs, np.ndarray) and outputs.ndim == 2 else 0
 
 
 @dataclass(frozen=True)
@@ -152,31 +189,32 @@ def _cell(value: Any) -> str:
     return "" if value is None else f"{value:.{DIGITS}g}" if isinstance(value, float) else str(value)
 
 
-@dataclass(frozen=True)
-class PredictOptions:
-    """Options of a prediction."""
-
-    checkpoint: str = "newest"
-    """`newest`, `best`, or the number of a step."""
-    batch_size: int = 64
-    """Samples per step on each rank."""
-    tolerated: int = 0
-    """Samples that may be unreadable: their rows say why."""
-    rows: RowFormat = field(default_factory=RowFormat)
-
-
 def predict(
     session: Session,
     config: Config,
     folder: RunFolder,
     description: RunDescription,
     samples: PredictionSamples,
-    options: PredictOptions,
     write: Callable[[str], None],
+    *,
+    row_format: RowFormat,
+    checkpoint: str = "newest",
+    batch_size: int = 64,
+    tolerated: int = 0,
 ) -> int:
     """Predict `samples`, the same on all ranks, and return how many could not be read. Collective.
 
-    `write` receives the lines on rank 0, batch after batch.
+    Args:
+        session: this rank's part in the job.
+        config: of the run.
+        folder: of the run.
+        description: of the run.
+        samples: to predict.
+        write: receives the lines on rank 0, batch after batch.
+        row_format: how predictions are written.
+        checkpoint: `newest`, `best`, or the number of a step.
+        batch_size: samples per step on each rank.
+        tolerated: samples that may be unreadable: their rows say why.
 
     Raises:
         CheckpointError: there is no such checkpoint.
@@ -192,17 +230,17 @@ def predict(
         )
     batches = SourceEvaluation(
         samples.source,
-        batch=options.batch_size * backend.data_parallel.size,
+        batch=batch_size * backend.data_parallel.size,
         index=backend.process,
         size=backend.processes,
-        read_options=ReadOptions(finish=samples.finish, tolerated=options.tolerated),
-        gather=lambda mine: gather(backend, mine, among="data_parallel"),
+        read_options=ReadOptions(finish=samples.finish, tolerated=tolerated),
+        gather=gather_along_replicas(backend),
     )
-    writer = RowWriter(description, options.rows, samples.id_name, errors=options.tolerated > 0)
+    writer = RowWriter(description, row_format, samples.id_name, errors=tolerated > 0)
     first = next(iter(batches))
-    with trained_model(config, description, folder.checkpoints, options.checkpoint, backend, first) as model:
+    with trained_model(config, description, folder.checkpoints, checkpoint, backend, first) as model:
         number = 0
-        for outputs, errors in _outputs(model, batches, backend, options):
+        for outputs, errors in _outputs(model, batches, backend, batch_size):
             ids = [samples.identify(place) for place in range(number, number + len(errors))]
             if backend.primary:
                 write(writer.lines(ids, readable_outputs(outputs, description), errors))
@@ -211,31 +249,31 @@ def predict(
 
 
 def _outputs(
-    model: Any, batches: SourceEvaluation, backend: Backend, options: PredictOptions
+    model: Any, batches: SourceEvaluation, backend: Backend, batch_size: int
 ) -> Iterator[tuple[Any, list[str]]]:
     """Yield the outputs of each global batch, and what is wrong with each of its samples."""
     call = tf.function(lambda inputs: model(inputs, training=False), autograph=False, reduce_retracing=True)
-    gather = tf.function(lambda parts: _gathered(parts, backend), autograph=False, reduce_retracing=True)
+
+    @tf.function(autograph=False, reduce_retracing=True)
+    def gathered(parts: Any) -> Any:
+        """Return the outputs of all ranks, in their order."""
+        flat = [
+            backend.data_parallel.all_gather(tensor, name=f"prediction/output{place}")
+            for place, tensor in enumerate(tf.nest.flatten(parts))
+        ]
+        return tf.nest.pack_sequence_as(parts, flat)
+
     begin = 0
     for batch in batches:
-        outputs = call(_filled(inputs_for(model, batch.inputs), options.batch_size))
+        outputs = call(_filled(inputs_for(model, batch.inputs), batch_size))
         mine = int(batch.has_samples) * len(tf.nest.flatten(batch.inputs)[0])
         parts = tf.nest.map_structure(lambda tensor, mine=mine: tensor[:mine], outputs)
-        whole = tf.nest.map_structure(lambda tensor: tensor.numpy(), gather(parts))
-        if options.tolerated:
+        whole = tf.nest.map_structure(lambda tensor: tensor.numpy(), gathered(parts))
+        if batches.bad.tolerated:
             batches.bad.share()
         end = begin + int(batch.global_samples)
         yield whole, [batches.bad.found.get(number, "") for number in range(begin, end)]
         begin = end
-
-
-def _gathered(parts: Any, backend: Backend) -> Any:
-    """Return the outputs of all ranks, in their order."""
-    flat = [
-        backend.data_parallel.all_gather(tensor, name=f"prediction/output{place}")
-        for place, tensor in enumerate(tf.nest.flatten(parts))
-    ]
-    return tf.nest.pack_sequence_as(parts, flat)
 
 
 def _filled(inputs: Any, size: int) -> Any:

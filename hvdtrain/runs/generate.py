@@ -11,11 +11,11 @@ from hvdtrain.backends.select import backend_for
 from hvdtrain.config.errors import DataError
 from hvdtrain.config.run import Config
 from hvdtrain.config.sampling import Sampling
-from hvdtrain.data.batch import Batch
 from hvdtrain.data.sources.tokenizers import Tokenizer, tokenizer_of
 from hvdtrain.runs.description import RunDescription
 from hvdtrain.runs.folder import RunFolder
-from hvdtrain.runs.use.model import softmax, trained_model
+from hvdtrain.runs.predict import softmax
+from hvdtrain.runs.trainers import trained_model
 from hvdtrain.runtime.session import Session
 
 INCOMPLETE = "\ufffd"
@@ -169,13 +169,13 @@ def generate(
     """
     check_language_model(description, str(folder.path))
     backend = backend_for(session)
-    like = Batch(inputs=description.zeros(), targets=None, sample_weight=None, has_samples=1.0, global_samples=1)
-    with trained_model(config, description, folder.checkpoints, checkpoint, backend, like) as model:
+    with trained_model(config, description, folder.checkpoints, checkpoint, backend) as model:
         generator = TextGenerator(model, description)
         given = generator.encoded(prompt)
+        head = f"--- sample {{}} of {samples}\n" if samples > 1 else ""
         if backend.size == 1:
             for sample in range(samples):
-                write(_head(sample, samples) + prompt)
+                write(head.format(sample + 1) + prompt)
                 for piece in generator.pieces(given, sampling, sample):
                     write(piece)
                 write("\n")
@@ -189,9 +189,4 @@ def generate(
             texts |= part
         if backend.primary:
             for sample in range(samples):
-                write(f"{_head(sample, samples)}{prompt}{texts[str(sample)]}\n")
-
-
-def _head(sample: int, samples: int) -> str:
-    """Return the line above a sample; "" for the only one."""
-    return f"--- sample {sample + 1} of {samples}\n" if samples > 1 else ""
+                write(f"{head.format(sample + 1)}{prompt}{texts[str(sample)]}\n")

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +11,6 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend, world_size
 from hvdtrain.backends.select import backend_for
-from hvdtrain.config.data import DataConfig
 from hvdtrain.config.errors import CheckpointError, DataError
 from hvdtrain.config.run import Config
 from hvdtrain.data.batch import Batch
@@ -31,84 +30,77 @@ from hvdtrain.runtime.session import Session
 SplitName = Literal["validation", "train", "all"]
 
 
-@dataclass(frozen=True)
-class EvaluateOptions:
-    """The checkpoint and the samples to evaluate."""
-
-    checkpoint: str = "newest"
-    """`newest`, `best`, or the number of a step."""
-    other_data: bool = False
-    """Whether the configuration names other data than the run's."""
-    split: SplitName | None = None
-    """None: the validation samples, or all samples of other data that have none of their own."""
-
-
-@dataclass(frozen=True)
-class Evaluated:
-    """Figures of an evaluation, and the file that holds them."""
-
-    figures: dict[str, Any]
-    file: Path
-
-
 def evaluate(
-    session: Session, config: Config, folder: RunFolder, options: EvaluateOptions, description: RunDescription | None
-) -> Evaluated:
-    """Evaluate a checkpoint in `folder` on the data of `config`, distributed over all ranks.
+    session: Session,
+    config: Config,
+    folder: RunFolder,
+    description: RunDescription | None,
+    *,
+    checkpoint: str = "newest",
+    other_data: bool = False,
+    split: SplitName | None = None,
+) -> tuple[dict[str, Any], Path]:
+    """Evaluate a checkpoint on the data of `config`, and return the figures and the file that holds them. Collective.
 
-    `config` is that of the run, with the data to evaluate; an earlier version may have written no description.
+    Args:
+        session: this rank's part in the job.
+        config: that of the run, with the data to evaluate.
+        folder: of the run.
+        description: of the run; None if an earlier version wrote it.
+        checkpoint: `newest`, `best`, or the number of a step.
+        other_data: whether `config` names other data than the run's.
+        split: the samples; None: the validation samples, or all of other data that have none of their own.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it does not fit the configuration.
         DataError: the data do not fit the model, or have classes that it does not know.
     """
     backend = backend_for(session)
-    if description is None and options.other_data:
+    if description is None and other_data:
         raise CheckpointError(
             f"evaluate {folder.path}: an earlier version of hvdtrain wrote the run, and there is no "
             f"{folder.preprocessing.name} in it, by which other data would be prepared. Without --data and "
             "--data-args, evaluate writes it, from the data that the run was trained on."
         )
-    splits = _splits(config, description, options, backend)
-    split, batches = _batches(
-        config.data, splits=splits, options=options, backend=backend, steps=config.training.validation_steps
-    )
+    splits = _splits(config, description, backend, other_data=other_data)
+    chosen = split or ("all" if other_data and splits.held_out else "validation")
+    sources = {"validation": [splits.validation], "train": [splits.train], "all": [splits.train, splits.validation]}
+    steps, sizes = config.training.validation_steps, [source.size for source in sources[chosen]]
+    batches = Batches([evaluation_of(each, config.data, splits, backend, steps=steps) for each in sources[chosen]])
     shape = splits.sample_shape if description is None else description.sample_shape
     trainer = trainer_for(config, shape=shape, classes=splits.classes, backend=backend, steps=ANY_STEPS)
     check_shapes(trainer.model, splits, model_family(config.model).loss())
     trainer.build_on(next(iter(batches)))
-    trainer.restore(folder.checkpoints, options.checkpoint)
+    trainer.restore(folder.checkpoints, checkpoint)
     trainer.broadcast_state()
     outcome = trainer.evaluate_on(batches)
     figures = {
         "recipe": config.recipe,
         "step": trainer.state.scalars.step,
         "world_size": world_size(backend),
-        "checkpoint": options.checkpoint,
+        "checkpoint": checkpoint,
         "data": config.data.data,
         "data_args": config.data.data_args,
-        "split": split,
-        "samples": batches.samples,
+        "split": chosen,
+        "samples": None if None in sizes else sum(sizes),
         **{f"val_{name}": value for name, value in outcome.as_dict().items()},
         "parameter_hash": trainer.state.agreed_hash(backend),
     }
     if config.data.tolerated:
         figures |= {"bad_records": len(batches.bad), "left_out": batches.bad}
-    file = _file(folder, figures, options)
+    file = _file(folder, figures, other_data=other_data, split=split)
     if backend.primary:
         if description is None:
             loss = model_family(config.model).loss()
             write_description(folder, describe_run(config.data, splits, trainer.model, loss))
         write_json(file, figures)
-    return Evaluated(figures, file)
+    return figures, file
 
 
 class Batches:
     """The evaluation batches of several sources, one after another."""
 
-    def __init__(self, parts: Sequence[Any], samples: int | None) -> None:
-        self.samples = samples
-        """Over all ranks; None where they are streamed."""
+    def __init__(self, parts: Sequence[Any]) -> None:
         self._parts = parts
 
     def __iter__(self) -> Iterator[Batch]:
@@ -122,9 +114,7 @@ class Batches:
         return [text for part in self._parts for _, text in sorted(left_out(part).items())]
 
 
-def _splits(
-    config: Config, description: RunDescription | None, options: EvaluateOptions, backend: Backend
-) -> DataSplits:
+def _splits(config: Config, description: RunDescription | None, backend: Backend, *, other_data: bool) -> DataSplits:
     """Load the data of `config`, prepared as the run's were; every rank calls it."""
     seed = config.training.seed
     if description is None:
@@ -133,7 +123,7 @@ def _splits(
     trained = description.preprocessing
     splits = load_like(config.data, trained, description.classes, seed) if same_source else None
     splits = loaded_splits(config, backend) if splits is None else check_loaded(config.data, splits, backend)
-    return _as_trained(splits, description) if options.other_data else splits
+    return _as_trained(splits, description) if other_data else splits
 
 
 def _as_trained(splits: DataSplits, description: RunDescription) -> DataSplits:
@@ -164,25 +154,15 @@ def _with_labels(finish: Any, labels: Sequence[int]) -> Any:
     return renumbered
 
 
-def _batches(
-    config: DataConfig, splits: DataSplits, options: EvaluateOptions, backend: Backend, steps: int | None
-) -> tuple[SplitName, Batches]:
-    """Return the split that is evaluated, and this replica's batches of it."""
-    split = options.split or ("all" if options.other_data and splits.held_out else "validation")
-    sources = {"validation": [splits.validation], "train": [splits.train], "all": [splits.train, splits.validation]}
-    parts = [evaluation_of(source, config, splits, backend, steps=steps) for source in sources[split]]
-    sizes = [source.size for source in sources[split]]
-    return split, Batches(parts, None if None in sizes else sum(sizes))
-
-
-def _file(folder: RunFolder, figures: dict[str, Any], options: EvaluateOptions) -> Path:
+def _file(folder: RunFolder, figures: dict[str, Any], *, other_data: bool, split: SplitName | None) -> Path:
     """Return the file for the figures: `evaluation.json`, or one named after what else was evaluated."""
-    words = [] if options.checkpoint == "newest" else [f"step-{options.checkpoint}".replace("step-best", "best")]
-    if options.other_data:
+    checkpoint = figures["checkpoint"]
+    words = [] if checkpoint == "newest" else [f"step-{checkpoint}".replace("step-best", "best")]
+    if other_data:
         path = str(figures["data_args"].get("path", ""))
         words.append(Path(path).name.split(".")[0] or figures["data"])
-    if options.split is not None:
-        words.append(options.split)
+    if split is not None:
+        words.append(split)
     if not words:
         return folder.evaluation
     stem = re.sub(r"[^\w.-]+", "-", "-".join(["evaluation", *words]))

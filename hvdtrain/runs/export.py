@@ -15,12 +15,11 @@ from hvdtrain.checkpoint.tensor_files import SliceReader
 from hvdtrain.compat.keras import flatten_layers
 from hvdtrain.config.errors import CheckpointError, ConfigError
 from hvdtrain.config.user_code import load_function
-from hvdtrain.data.batch import Batch
 from hvdtrain.observability.summary import draft_of
 from hvdtrain.runs import folder
 from hvdtrain.runs.description import described
 from hvdtrain.runs.folder import RunFolder, opened
-from hvdtrain.runs.use.model import trained_model
+from hvdtrain.runs.trainers import trained_model
 from hvdtrain.runtime.placement import whole_box
 from hvdtrain.runtime.session import Session
 from hvdtrain.state.structure import structure_of
@@ -80,13 +79,9 @@ def export(session: Session, folder: Path, which: str, file: Path | None, builde
         )
     with model as built:
         _written(file, lambda draft: WRITERS[suffix](built, draft))
-        return Exported(file, own_layers(built) if suffix == ".keras" else [])
-
-
-def own_layers(model: Any) -> list[str]:
-    """Return the names of this package's classes of layers that `model` is made of."""
-    names = (keras.saving.get_registered_name(type(layer)) for layer in flatten_layers(model))
-    return sorted({name.removeprefix(_OWN) for name in names if name.startswith(_OWN)})
+        names = {keras.saving.get_registered_name(type(layer)) for layer in flatten_layers(built)}
+    own = sorted(name.removeprefix(_OWN) for name in names if name.startswith(_OWN))
+    return Exported(file, own if suffix == ".keras" else [])
 
 
 def _run_of(folder: Path) -> RunFolder | None:
@@ -121,8 +116,7 @@ def _model_of_run(session: Session, run: RunFolder, path: Path) -> Any:
     _, config = opened(run.path, "checkpoint export")
     description = described(run, "checkpoint export")
     config = folder.located(config, folder.start_folder(run))
-    like = Batch(inputs=description.zeros(), targets=None, sample_weight=None, has_samples=1.0, global_samples=1)
-    return trained_model(config, description, path, "newest", backend_for(session), like)
+    return trained_model(config, description, path, "newest", backend_for(session))
 
 
 def _model_of_script(path: Path, build: Callable[[], Any]) -> Any:
