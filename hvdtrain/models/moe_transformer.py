@@ -71,17 +71,8 @@ def build(
             name=name,
         )(x)
 
-    return language_model(
-        shape,
-        classes=classes,
-        seed=seed,
-        mlp=mlp,
-        name="moe_transformer",
-        depth=depth,
-        width=width,
-        heads=heads,
-        dropout=dropout,
-    )
+    sizes: dict[str, Any] = {"depth": depth, "width": width, "heads": heads, "dropout": dropout}
+    return language_model(shape, classes, seed, mlp=mlp, name="moe_transformer", **sizes)
 
 
 def rules(classes: int, ranks: int, *, depth: int = 4, every: int = 2, **arguments: Any) -> Rules:

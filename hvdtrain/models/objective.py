@@ -138,12 +138,6 @@ def nearest(name: str, known: Sequence[str]) -> str:
     return suggestion(_snake(name), dict.fromkeys(known, ""))
 
 
-def name_of_function(function: Any) -> str:
-    """Return the name by which Keras reports a callable: `myMetric` as `my_metric`."""
-    name = getattr(function, "__name__", type(function).__name__)
-    return _snake(re.sub(r"\W+", "", name))
-
-
 def _names(module: Any) -> list[str]:
     bases = {"loss", "metric"}
     public = {_snake(name) for name in dir(module) if not name.startswith("_")} - bases
@@ -179,11 +173,10 @@ def _config_of(loss: Any) -> dict[str, Any]:
     return {p.name: p.default for p in parameters if p.default is not p.empty}
 
 
-_metrics = keras.metrics
 SOFT_LABEL_METRICS = {
-    _metrics.SparseCategoricalAccuracy: _metrics.CategoricalAccuracy,
-    _metrics.SparseTopKCategoricalAccuracy: _metrics.TopKCategoricalAccuracy,
-    _metrics.SparseCategoricalCrossentropy: _metrics.CategoricalCrossentropy,
+    keras.metrics.SparseCategoricalAccuracy: keras.metrics.CategoricalAccuracy,
+    keras.metrics.SparseTopKCategoricalAccuracy: keras.metrics.TopKCategoricalAccuracy,
+    keras.metrics.SparseCategoricalCrossentropy: keras.metrics.CategoricalCrossentropy,
 }
 """Soft-label counterparts of hard-label metrics."""
 

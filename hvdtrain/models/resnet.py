@@ -4,6 +4,7 @@ The small ones have 6n + 2 layers, three stages of n basic blocks; those for Ima
 blocks with the stride in the 3 x 3 convolution, not the first one, as in most benchmarks ("version 1.5").
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -11,19 +12,13 @@ import keras
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.models.registry import classifier, dense, path_seed
 
+Layers = Sequence[tuple[int, int, int]]
+"""(channels, kernel, stride) of each convolution of a block."""
 
-def conv_norm(x: Any, channels: int, kernel: int, stride: int, seed: int, name: str, *, gamma: str = "ones") -> Any:
-    """Apply a convolution and batch normalization to images [batch, height, width, channels].
 
-    Args:
-        x: the images.
-        channels: output channels.
-        kernel: height and width of the kernel.
-        stride: stride; height and width shrink by it, rounded up.
-        seed: seeds the kernel, together with `name`.
-        name: prefix of the layers' names.
-        gamma: initializer of the normalization's scale.
-    """
+def _conv_norm(x: Any, layer: tuple[int, int, int], seed: int, name: str, *, gamma: str = "ones") -> Any:
+    """Apply a convolution and batch normalization, its scale initialized by `gamma`, to images."""
+    channels, kernel, stride = layer
     x = keras.layers.Conv2D(
         channels,
         kernel,
@@ -36,15 +31,41 @@ def conv_norm(x: Any, channels: int, kernel: int, stride: int, seed: int, name: 
     return keras.layers.BatchNormalization(momentum=0.9, epsilon=1e-5, gamma_initializer=gamma, name=f"{name}_norm")(x)
 
 
-def added(x: Any, y: Any, name: str) -> Any:
-    """Return relu(x + y), both [batch, height, width, channels]."""
+def _block(x: Any, layers: Layers, seed: int, name: str, *, gamma: str = "ones") -> Any:
+    """Return relu(skip(x) + y), y the convolutions of `layers`, whose last normalization begins with `gamma`."""
+    y, last = x, len(layers) - 1
+    for number, layer in enumerate(layers):
+        part = f"{name}_{'abc'[number]}"
+        y = _conv_norm(y, layer, seed, part, gamma=gamma if number == last else "ones")
+        y = y if number == last else keras.layers.ReLU(name=f"{part}_relu")(y)
+    channels, stride = layers[-1][0], max(stride for _, _, stride in layers)
+    if stride != 1 or x.shape[-1] != channels:
+        x = _conv_norm(x, (channels, 1, stride), seed, f"{name}_skip")
     return keras.layers.ReLU(name=f"{name}_relu")(keras.layers.Add(name=f"{name}_add")([x, y]))
 
 
-def pooled_logits(x: Any, classes: int, seed: int) -> Any:
-    """Return logits [batch, classes] by global average pooling and a dense layer."""
+def _network(
+    shape: tuple[int, ...],
+    classes: int,
+    seed: int,
+    *,
+    stem: tuple[int, int, int],
+    pool: bool,
+    blocks: Sequence[int],
+    layers_of: Callable[[int, int], Layers],
+    gamma: str,
+    name: str,
+) -> keras.Model:
+    """Return a network of `blocks` blocks in each stage; `layers_of` takes the stage and the stride of a block."""
+    images = keras.Input(shape, name="images")
+    x = keras.layers.ReLU(name="stem_relu")(_conv_norm(images, stem, seed, "stem"))
+    x = keras.layers.MaxPooling2D(3, 2, padding="same", name="stem_pool")(x) if pool else x
+    for stage, count in enumerate(blocks):
+        for block in range(count):
+            stride = 2 if stage > 0 and block == 0 else 1
+            x = _block(x, layers_of(stage, stride), seed, f"stage{stage}_block{block}", gamma=gamma)
     x = keras.layers.GlobalAveragePooling2D(name="pool")(x)
-    return dense(x, classes, seed, "logits", dtype="float32")
+    return keras.Model(images, dense(x, classes, seed, "logits", dtype="float32"), name=name)
 
 
 def build(shape: tuple[int, ...], classes: int, seed: int, *, depth: int = 20, width: int = 16) -> keras.Model:
@@ -62,23 +83,17 @@ def build(shape: tuple[int, ...], classes: int, seed: int, *, depth: int = 20, w
     """
     if depth < 8 or (depth - 2) % 6:
         raise ConfigError(f"A ResNet for small images has 6n + 2 layers: 8, 14, 20, 32 … Received: depth={depth}.")
-    images = keras.Input(shape, name="images")
-    x = conv_norm(images, channels=width, kernel=3, stride=1, seed=seed, name="stem")
-    x = keras.layers.ReLU(name="stem_relu")(x)
-    for stage in range(3):
-        for block in range((depth - 2) // 6):
-            stride = 2 if stage > 0 and block == 0 else 1
-            x = _block(x, channels=width * 2**stage, stride=stride, seed=seed, name=f"stage{stage}_block{block}")
-    return keras.Model(images, pooled_logits(x, classes, seed), name=f"resnet{depth}")
-
-
-def _block(x: Any, channels: int, stride: int, seed: int, name: str) -> Any:
-    y = conv_norm(x, channels=channels, kernel=3, stride=stride, seed=seed, name=f"{name}_a")
-    y = keras.layers.ReLU(name=f"{name}_a_relu")(y)
-    y = conv_norm(y, channels=channels, kernel=3, stride=1, seed=seed, name=f"{name}_b")
-    if stride != 1 or x.shape[-1] != channels:
-        x = conv_norm(x, channels=channels, kernel=1, stride=stride, seed=seed, name=f"{name}_skip")
-    return added(x, y, name)
+    return _network(
+        shape,
+        classes,
+        seed,
+        stem=(width, 3, 1),
+        pool=False,
+        blocks=[(depth - 2) // 6] * 3,
+        layers_of=lambda stage, stride: [(width * 2**stage, 3, stride), (width * 2**stage, 3, 1)],
+        gamma="ones",
+        name=f"resnet{depth}",
+    )
 
 
 FAMILY = classifier(build, "height", "width", "channels")
@@ -115,34 +130,22 @@ def build_imagenet(
             "A ResNet for large images has 26, 50, 101 or 152 layers, and a positive width. "
             f"Received: depth={depth}, width={width}."
         )
-    images = keras.Input(shape, name="images")
-    x = conv_norm(images, channels=width, kernel=7, stride=2, seed=seed, name="stem")
-    x = keras.layers.ReLU(name="stem_relu")(x)
-    x = keras.layers.MaxPooling2D(3, 2, padding="same", name="stem_pool")(x)
-    for stage, blocks in enumerate(BLOCKS[depth]):
-        for block in range(blocks):
-            stride = 2 if stage > 0 and block == 0 else 1
-            x = _bottleneck(
-                x,
-                channels=width * 2**stage,
-                stride=stride,
-                seed=seed,
-                name=f"stage{stage}_block{block}",
-                zero_gamma=zero_gamma,
-            )
-    return keras.Model(images, pooled_logits(x, classes, seed), name=f"resnet{depth}")
 
+    def bottleneck(stage: int, stride: int) -> Layers:
+        channels = width * 2**stage
+        return [(channels, 1, 1), (channels, 3, stride), (EXPANSION * channels, 1, 1)]
 
-def _bottleneck(x: Any, channels: int, stride: int, seed: int, name: str, zero_gamma: bool) -> Any:
-    y = conv_norm(x, channels=channels, kernel=1, stride=1, seed=seed, name=f"{name}_a")
-    y = keras.layers.ReLU(name=f"{name}_a_relu")(y)
-    y = conv_norm(y, channels=channels, kernel=3, stride=stride, seed=seed, name=f"{name}_b")
-    y = keras.layers.ReLU(name=f"{name}_b_relu")(y)
-    gamma = "zeros" if zero_gamma else "ones"
-    y = conv_norm(y, channels=EXPANSION * channels, kernel=1, stride=1, seed=seed, name=f"{name}_c", gamma=gamma)
-    if stride != 1 or x.shape[-1] != EXPANSION * channels:
-        x = conv_norm(x, channels=EXPANSION * channels, kernel=1, stride=stride, seed=seed, name=f"{name}_skip")
-    return added(x, y, name)
+    return _network(
+        shape,
+        classes,
+        seed,
+        stem=(width, 7, 2),
+        pool=True,
+        blocks=BLOCKS[depth],
+        layers_of=bottleneck,
+        gamma="zeros" if zero_gamma else "ones",
+        name=f"resnet{depth}",
+    )
 
 
 IMAGENET_FAMILY = classifier(build_imagenet, "height", "width", "channels")

@@ -49,24 +49,15 @@ def build(
     Raises:
         ConfigError: sizes that are not positive or do not divide, or a dropout outside [0, 1).
     """
-    return language_model(
-        shape,
-        classes=classes,
-        seed=seed,
-        mlp=dense_mlp,
-        name="transformer",
-        depth=depth,
-        width=width,
-        heads=heads,
-        dropout=dropout,
-        causal=causal,
-    )
+    sizes: dict[str, Any] = {"depth": depth, "width": width, "heads": heads, "dropout": dropout}
+    return language_model(shape, classes, seed, mlp=dense_mlp, name="transformer", causal=causal, **sizes)
 
 
 def language_model(
     shape: tuple[int, ...],
     classes: int,
     seed: int,
+    *,
     mlp: Mlp,
     name: str,
     depth: int,
@@ -76,20 +67,6 @@ def language_model(
     causal: bool = True,
 ) -> keras.Model:
     """Return a model whose blocks apply `mlp` after attention; other arguments as for `build`."""
-    _check(depth, width, heads, dropout)
-    tokens = keras.Input(shape, dtype="int32", name="tokens")
-    x = _embedded(tokens, shape[0], classes, width)
-    x = _dropped(x, dropout, seed, "embedding")
-    for number in range(depth):
-        x = _block(x, width=width, heads=heads, dropout=dropout, seed=seed, number=number, causal=causal, mlp=mlp)
-    x = keras.layers.LayerNormalization(epsilon=1e-5, name="final_norm")(x)
-    logits = keras.layers.Dense(classes, dtype="float32", name="logits")(x)
-    model = keras.Model(tokens, logits, name=name)
-    _draw(model, seed, depth)
-    return model
-
-
-def _check(depth: int, width: int, heads: int, dropout: float) -> None:
     if min(depth, width, heads) < 1 or width % heads:
         raise ConfigError(
             "transformer needs a positive depth, width and heads, and heads that divide the width. "
@@ -97,6 +74,15 @@ def _check(depth: int, width: int, heads: int, dropout: float) -> None:
         )
     if not 0 <= dropout < 1:
         raise ConfigError(f"transformer needs a dropout in [0, 1). Received: dropout={dropout}.")
+    tokens = keras.Input(shape, dtype="int32", name="tokens")
+    x = _dropped(_embedded(tokens, shape[0], classes, width), dropout, seed, "embedding")
+    for number in range(depth):
+        x = _block(x, width=width, heads=heads, dropout=dropout, seed=seed, number=number, causal=causal, mlp=mlp)
+    x = keras.layers.LayerNormalization(epsilon=1e-5, name="final_norm")(x)
+    logits = keras.layers.Dense(classes, dtype="float32", name="logits")(x)
+    model = keras.Model(tokens, logits, name=name)
+    _draw(model, seed, depth)
+    return model
 
 
 def _embedded(tokens: Any, length: int, vocabulary: int, width: int) -> Any:

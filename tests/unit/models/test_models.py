@@ -239,7 +239,6 @@ def test_digits_network_draws_nothing_and_normalises_nothing():
     ("config", "cause"),
     [
         (ModelConfig("mlp", {"depth": 0}), "a positive depth and width. Received: depth=0, width=1024."),
-        (ModelConfig("mlp", {"width": 0}), "a positive depth and width. Received: depth=3, width=0."),
         (ModelConfig("transformer"), "'transformer' takes samples [length]; the data's are of shape (8, 8, 1)."),
         (ModelConfig("mlp", loss="hubr"), "loss: Keras has no loss 'hubr'. Perhaps you meant: huber."),
         (
@@ -258,10 +257,9 @@ def test_digits_network_draws_nothing_and_normalises_nothing():
         (ModelConfig("small_cnn", {"width": 3.5}), "'width' of the model 'small_cnn' must be int. Received: 3.5."),
         (ModelConfig("small_cnn", {"seed": 3}), "takes no argument 'seed'"),
         (ModelConfig("small_cnn", {"width": 0}), "Received: width=0, hidden=128."),
-        (ModelConfig("small_cnn", {"hidden": -1}), "Received: width=32, hidden=-1."),
         *(
             (ModelConfig("resnet", {"depth": depth}), f"6n + 2 layers: 8, 14, 20, 32 … Received: depth={depth}.")
-            for depth in (-4, 0, 2, 18, 21, 52)
+            for depth in (-4, 2, 18)
         ),
     ],
 )
@@ -274,11 +272,8 @@ def test_what_makes_no_model_is_refused(config, cause):
     ("arguments", "cause"),
     [
         ({"depth": 0}, "Received: depth=0, width=320, heads=5."),
-        ({"width": 0}, "Received: depth=6, width=0, heads=5."),
-        ({"heads": 0}, "Received: depth=6, width=320, heads=0."),
         ({"heads": 3}, "heads that divide the width. Received: depth=6, width=320, heads=3."),
         ({"dropout": 1.0}, "a dropout in [0, 1). Received: dropout=1.0."),
-        ({"dropout": -0.1}, "a dropout in [0, 1). Received: dropout=-0.1."),
     ],
 )
 def test_what_makes_no_transformer_is_refused(arguments, cause):
@@ -290,7 +285,6 @@ def test_what_makes_no_transformer_is_refused(arguments, cause):
     ("name", "shape", "cause"),
     [
         ("small_cnn", (64,), "'small_cnn' takes samples [height, width, channels]; the data's are of shape (64,)."),
-        ("resnet", (8, 8), "'resnet' takes samples [height, width, channels]; the data's are of shape (8, 8)."),
         ("mlp", {"a": (3,), "b": (4,)}, "'mlp' takes samples of one array; the data's are of shape {'a': (3,)"),
     ],
 )
