@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from hvdtrain.bench.engine import Job, Launch
-from hvdtrain.bench.report import Block, Paragraph, plain_section
+from hvdtrain.bench.report import Block, plain_section
 from hvdtrain.bench.results import MOST_FOREIGN, Comparison, Round, Run
 from hvdtrain.runtime.tuning import EXCHANGE_DEFAULTS
 
@@ -100,10 +100,8 @@ def shown(settings: Mapping[str, str]) -> str:
 
 def section(comparison: Comparison) -> Iterator[Block]:
     """Yield the blocks about a search."""
-    heading, *blocks = plain_section(comparison, "Settings of the exchange")
-    yield heading
-    yield Paragraph(
+    about = (
         "Each launch changed one setting of the fastest so far; a setting was kept if it saved at least "
         f"{WORTH:.0%}. In the end the result took turns with the defaults; what it saves is that of this comparison."
     )
-    yield from blocks
+    yield from plain_section(comparison, "Settings of the exchange", about)

@@ -10,14 +10,12 @@ of all-gather, the input of the others.
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from hvdtrain.bench import plots
 from hvdtrain.bench.engine import Job, launcher
-from hvdtrain.bench.report import Block, Code, Figure, Heading, Paragraph, Table, repeated, series
-from hvdtrain.bench.results import Comparison, shown, spread
-from hvdtrain.config.errors import ConfigError
-from hvdtrain.config.registry import suggestion
+from hvdtrain.bench.report import Block, Code, Figure, Heading, Paragraph, Table, closing, quartiles, series
+from hvdtrain.bench.results import Comparison, Spread, shown, spread
+from hvdtrain.bench.suite import chosen
 
 FACTORS: dict[str, Callable[[int], float]] = {
     "allreduce": lambda n: 2 * (n - 1) / n,
@@ -70,23 +68,12 @@ ENGINES = {
 }
 
 
-def engine(name: str) -> Engine:
-    """Return the engine `name`.
-
-    Raises:
-        ConfigError: unknown name; suggests the nearest.
-    """
-    if name not in ENGINES:
-        raise ConfigError(f"bench has no engine {name!r}.{suggestion(name, dict.fromkeys(ENGINES, ''))}")
-    return ENGINES[name]
-
-
 def job_of(name: str, collectives: Sequence[str], sizes: Sequence[int], ranks: int) -> Job:
     """Return the job that measures the engine `name`."""
-    this = engine(name)
-    chosen = [one for one in this.collectives if one in collectives or one == ADD]
+    this = chosen("engine", name, ENGINES)
+    wanted = [one for one in this.collectives if one in collectives or one == ADD]
     words = [*launcher(this.launcher, ranks), sys.executable, "-m", "hvdtrain", "bench", "engine", name]
-    command = [*words, "--collectives", *chosen, "--sizes", *map(str, sizes)]
+    command = [*words, "--collectives", *wanted, "--sizes", *map(str, sizes)]
     return Job(name=name, setting={"ranks": ranks}, command=command)
 
 
@@ -153,51 +140,31 @@ def section(comparison: Comparison) -> Iterator[Block]:
     yield Heading(f"Collectives, {ranks} ranks")
     yield Code(comparison.command)
     yield Paragraph(HOW)
-    lines = {name: list(_lines(found, name, ranks)) for name in COLLECTIVES if name in known}
-    if lines:
-        caption = "time and bus bandwidth over the size, medians over the rounds"
-        yield Figure(plots.bandwidths(lines), caption)
+    rows = [list(_panels(found, name, ranks)) for name in COLLECTIVES if name in known]
+    if rows:
+        yield Figure(plots.curves(rows), "time and bus bandwidth over the size, medians over the rounds")
     for name in known:
         yield Heading(name, 3)
-        rows = [
-            [engine, shown_size(size), *_row(collective, size, times, ranks)]
-            for (engine, collective, size), times in found.items()
-            if collective == name
-        ]
-        yield Table(["engine", "size", "ms", "quartiles", "algorithm GB/s", "bus GB/s"], rows)
-    missing: list[list[Any]] = [[run.name, "all", run.skipped] for run in comparison.runs if run.skipped is not None]
-    missing += [[run.name, *pair] for run in comparison.runs for pair in run.facts.get("unavailable", {}).items()]
-    if missing:
-        yield Heading("Collectives that were not measured", 3)
-        yield Table(["engine", "what", "reason"], missing, texts=3)
-    yield from repeated(comparison.runs, "To repeat a launch of collectives")
-    about = [
-        [run.name, ENGINES[run.name].about, ", ".join(f"{k} {v}" for k, v in run.facts.get("settings", {}).items())]
-        for run in comparison.runs
-    ]
-    yield Table(["engine", "what it is", "what its processes run with"], about, texts=3)
+        table = []
+        for (engine, collective, size), times_ms in found.items():
+            if collective == name:
+                times = spread(times_ms)
+                rate, bus = algorithm_bandwidth(size, times.median), bus_bandwidth(name, size, times.median, ranks)
+                table.append([engine, shown_size(size), *quartiles(times, ".4g"), f"{rate:.3f}", shown(bus, 3)])
+        yield Table(["engine", "size", "ms", "quartiles", "algorithm GB/s", "bus GB/s"], table)
+    yield from closing(comparison.runs, {name: this.about for name, this in ENGINES.items()})
 
 
-def _row(collective: str, size: int, times_ms: Sequence[float], ranks: int) -> list[str]:
-    times = spread(times_ms)
-    bus = bus_bandwidth(collective, size, times.median, ranks)
-    rate = f"{algorithm_bandwidth(size, times.median):.3f}"
-    return [f"{times.median:.4g}", f"{times.low:.4g} .. {times.high:.4g}", rate, shown(bus, 3)]
-
-
-def _lines(found: Series, collective: str, ranks: int) -> Iterator[plots.Line]:
-    engines = list(dict.fromkeys(engine for engine, collective, _ in found if collective != ADD))
-    wanted: list[tuple[str, str, str | None]] = [
-        (name, collective, plots.COLOURS[number % len(plots.COLOURS)]) for number, name in enumerate(engines)
-    ]
-    if collective == "allreduce":
-        wanted.append(("memory", ADD, None))
-    for name, each, colour in wanted:
-        times = {
-            size: spread(values).median for key, values in found.items() if key[:2] == (name, each) for size in key[2:]
-        }
-        if times:
-            factor = FACTORS[each](ranks) if each in FACTORS else 1.0
-            rates = [factor * algorithm_bandwidth(size, time) for size, time in times.items()]
-            label = "memory: add on every rank" if each == ADD else name
-            yield plots.Line(label, list(times), list(times.values()), rates, colour)
+def _panels(found: Series, collective: str, ranks: int) -> Iterator[plots.Curves]:
+    """Yield the panels of a collective's times and bus bandwidths, beside those of memory for a reduction."""
+    wanted = [collective, ADD] if collective == "allreduce" else [collective]
+    ms: dict[str, list[tuple[float, Spread]]] = {}
+    rates: dict[str, list[tuple[float, Spread]]] = {}
+    for (engine, each, size), times_ms in found.items():
+        if each in wanted:
+            times, factor = spread(times_ms), FACTORS[each](ranks) if each in FACTORS else 1.0
+            ms.setdefault(engine, []).append((size, times))
+            bandwidths = (factor * algorithm_bandwidth(size, time) for time in (times.high, times.median, times.low))
+            rates.setdefault(engine, []).append((size, Spread(*bandwidths)))
+    for what, curves in (("ms a call", ms), ("bus bandwidth, GB/s", rates)):
+        yield plots.Curves(f"{collective}, {what}", "bytes", curves, logarithmic=True, reference="memory")

@@ -2,12 +2,12 @@
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from hvdtrain.bench import plots
 from hvdtrain.bench.engine import Job, launcher
-from hvdtrain.bench.report import Block, Code, Figure, Heading, Paragraph, Table, repeated
+from hvdtrain.bench.report import Block, Code, Figure, Heading, Paragraph, Table, closing, quartiles
 from hvdtrain.bench.results import Comparison, Run, shown, spread
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.parallel import parse_axes
@@ -154,43 +154,30 @@ def section(comparison: Comparison) -> Iterator[Block]:
     yield Paragraph(FORMULA)
     groups: dict[str, list[Run]] = {}
     for run in comparison.runs:
-        groups.setdefault(_title(run), []).append(run)
-    for title, group in groups.items():
-        runs = [run for run in group if run.rounds]
-        yield Heading(title, 3)
-        yield _table(runs)
-        if runs:
-            times = [spread(run.medians("windows_ms")).median for run in runs]
-            bars = {"ms a step": times, "MiB": [spread(_peaks(run)).median for run in runs]}
-            yield Figure(plots.bars([run.name for run in runs], bars), "time of a step and peak memory of each layout")
-    skipped = [[_title(run), run.name, run.skipped] for run in comparison.runs if run.skipped is not None]
-    if skipped:
-        yield Heading("Layouts that were not measured", 3)
-        yield Table(["", "layout", "reason"], skipped, texts=3)
-    yield from repeated(comparison.runs, "To repeat a launch of a layout")
-
-
-def _title(run: Run) -> str:
-    model = run.setting["model"]
-    return f"{model} ({MODELS[model].about}), {run.setting['ranks']} ranks over {run.setting['controller']}"
-
-
-def _table(runs: Sequence[Run]) -> Table:
+        if run.rounds:
+            model, ranks, controller = (run.setting[name] for name in ("model", "ranks", "controller"))
+            title = f"{model} ({MODELS[model].about}), {ranks} ranks over {controller}"
+            groups.setdefault(title, []).append(run)
     columns = ["layout", "ms a step", "quartiles", f"time / {BASELINE}", f"time / share of {ONE}", f"time / {APART}"]
     columns += ["peak MiB", f"less than {BASELINE}", "MB sent, formula", "counted", "rounds"]
-    named = {run.name: run for run in runs}
-    return Table(columns, [_row(run, named) for run in runs])
+    for title, runs in groups.items():
+        yield Heading(title, 3)
+        named = {run.name: run for run in runs}
+        yield Table(columns, [_row(run, named) for run in runs])
+        times = {run.name: spread(run.medians("windows_ms")) for run in runs}
+        panels = [plots.Bars("ms a step", times), plots.Bars("MiB", {run.name: spread(_peaks(run)) for run in runs})]
+        yield Figure(plots.bars(panels), "time of a step and peak memory of each layout")
+    yield from closing(comparison.runs, {})
 
 
 def _row(run: Run, named: Mapping[str, Run]) -> list[str]:
-    times, ranks, sent = spread(run.medians("windows_ms")), run.setting["ranks"], run.medians("sent_mb")
-    share, base = _ratio(run, named.get(ONE)), named.get(BASELINE)
-    less = None
+    ranks, sent, base = run.setting["ranks"], run.medians("sent_mb"), named.get(BASELINE)
+    share, less = _ratio(run, named.get(ONE)), None
     if base is not None:
         less = spread([theirs - mine for mine, theirs in zip(_peaks(run), _peaks(base), strict=False)]).median
     formula = sent_mb(run.name, run.setting["model"], ranks, run.facts.get("parameters") or 0)
     return [
-        *(run.name, f"{times.median:.1f}", f"{times.low:.1f} .. {times.high:.1f}"),
+        *(run.name, *quartiles(spread(run.medians("windows_ms")), ".1f")),
         shown(_ratio(run, base), 2),
         shown(ranks * share if share is not None and run.name != ONE else None, 2),
         shown(_ratio(run, named.get(APART)), 2),

@@ -1,14 +1,14 @@
 """Reports of results and of what changed between two, by one template for each of Markdown and HTML. No TensorFlow."""
 
 import base64
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hvdtrain.bench.results import LEAST_ROUNDS, NOTHING, Comparison, Results, Run, spread, verdict
+from hvdtrain.bench.results import LEAST_ROUNDS, NOTHING, Comparison, Refused, Results, Run, Spread, spread, verdict
 from hvdtrain.config.registry import resolve
 from hvdtrain.data.sources.extras import optional_package
 from hvdtrain.observability.summary import replace_file
@@ -137,35 +137,57 @@ def _host(environment: dict[str, Any]) -> Table:
     return Table(["machine and versions", ""], [[name, value] for name, value in facts.items()], texts=2)
 
 
-def plain_section(comparison: Comparison, title: str) -> Iterator[Block]:
+def plain_section(comparison: Comparison, title: str, about: str = "") -> Iterator[Block]:
     """Yield every figure of a comparison, with its quartiles over the rounds."""
     yield Heading(title)
     yield Code(comparison.command)
+    if about:
+        yield Paragraph(about)
     rows = [
-        [*_names(run), name, f"{times.median:.4g}", f"{times.low:.4g} .. {times.high:.4g}", str(len(values))]
+        [run.name, titled(run.setting), name, *quartiles(spread(values), ".4g"), str(len(values))]
         for run in comparison.runs
         for name, values in series(run).items()
-        for times in (spread(values),)
     ]
     yield Table(["", "", "figure", "median", "quartiles", "rounds"], rows, texts=3)
-    yield from skipped_runs(comparison.runs)
-    yield from repeated(comparison.runs)
+    yield from closing(comparison.runs, {})
 
 
-def skipped_runs(runs: Sequence[Run], title: str = "Not measured") -> Iterator[Block]:
-    """Yield the reasons of runs that are missing or incomplete."""
-    rows = [[*_names(run), str(len(run.rounds)), run.skipped] for run in runs if run.skipped is not None]
+def quartiles(values: Spread | Refused, form: str) -> list[str]:
+    """Return the cells of a median and its quartiles, in a format such as `.2f`."""
+    if isinstance(values, Refused):
+        return [NOTHING, NOTHING]
+    return [f"{values.median:{form}}", f"{values.low:{form}} .. {values.high:{form}}"]
+
+
+def closing(runs: Sequence[Run], about: Mapping[str, str]) -> Iterator[Block]:
+    """Yield the end of every section: what was not measured, the commands, and the sides with their settings.
+
+    Args:
+        runs: of a comparison.
+        about: what each side is, by name.
+    """
+    rows = [
+        [run.name, what, str(len(run.rounds)), reason]
+        for run in runs
+        for what, reason in {titled(run.setting): run.skipped, **run.facts.get("unavailable", {})}.items()
+        if reason is not None
+    ]
     if rows:
-        yield Heading(title, 3)
+        yield Heading("Not measured", 3)
         yield Table(["side", "", "rounds before", "reason"], rows, texts=4)
-
-
-def repeated(runs: Sequence[Run], title: str = "To repeat a launch") -> Iterator[Block]:
-    """Yield the commands of the runs."""
     commands = [run.command for run in runs if run.command]
     if commands:
-        yield Heading(title, 3)
+        yield Heading("To repeat a launch", 3)
         yield Code("\n".join(commands))
+    settings = {run.name: "" for run in runs if run.name in about}
+    settings |= {
+        run.name: ", ".join(f"{key} {value}" for key, value in run.facts["settings"].items())
+        for run in runs
+        if run.name in about and "settings" in run.facts
+    }
+    if settings:
+        rows = [[name, about[name], known] for name, known in settings.items()]
+        yield Table(["side", "what it is", "what its processes run with"], rows, texts=3)
 
 
 def titled(setting: dict[str, Any]) -> str:
@@ -180,10 +202,6 @@ def titled(setting: dict[str, Any]) -> str:
         else:
             words.append(str(value) if isinstance(value, str) else f"{name} {value}")
     return ", ".join(words)
-
-
-def _names(run: Run) -> list[str]:
-    return [run.name, titled(run.setting)]
 
 
 def series(run: Run, names: Collection[str] | None = None) -> dict[str, list[float]]:

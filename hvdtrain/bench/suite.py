@@ -2,9 +2,9 @@
 
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 from hvdtrain.bench.engine import Job, launcher
 from hvdtrain.config.data import DataConfig
@@ -15,6 +15,8 @@ from hvdtrain.config.registry import suggestion
 from hvdtrain.config.run import Config
 from hvdtrain.config.runtime import MallocName, RuntimeConfig
 from hvdtrain.config.training import PrecisionName, TrainingConfig
+
+T = TypeVar("T")
 
 # -- models, on random data --
 
@@ -33,11 +35,6 @@ class BenchModel:
     optim: OptimConfig
     steps: int = 10
     """Steps of a window: the default logging interval, or more if steps are short."""
-
-    @property
-    def batch(self) -> int:
-        """The global batch."""
-        return self.data.batch
 
 
 MODELS = {
@@ -95,15 +92,15 @@ MODELS = {
 USUAL_MODELS = ("resnet20", "lm", "mlp", "dlrm")
 
 
-def bench_model(name: str) -> BenchModel:
-    """Return the model `name`.
+def chosen(kind: str, name: str, table: Mapping[str, T]) -> T:
+    """Return what `table` has of that name.
 
     Raises:
         ConfigError: unknown name; suggests the nearest.
     """
-    if name not in MODELS:
-        raise ConfigError(f"bench has no model {name!r}.{suggestion(name, dict.fromkeys(MODELS, ''))}")
-    return MODELS[name]
+    if name not in table:
+        raise ConfigError(f"bench has no {kind} {name!r}.{suggestion(name, dict.fromkeys(table, ''))}")
+    return table[name]
 
 
 def bench_config(name: str, *, batch: int, precision: PrecisionName = "float32", accumulate: int = 1) -> Config:
@@ -112,7 +109,7 @@ def bench_config(name: str, *, batch: int, precision: PrecisionName = "float32",
     Raises:
         ConfigError: unknown model.
     """
-    found = bench_model(name)
+    found = chosen("model", name, MODELS)
     return Config(
         recipe=f"bench {name}",
         model=found.model,
@@ -183,17 +180,6 @@ SIDES = {
 USUAL_SIDES = ("horovod-mpi", "horovod-gloo", "plain-mpi", "plain-gloo", "mirrored", "multi_worker_mirrored")
 
 
-def side(name: str) -> Side:
-    """Return the side `name`.
-
-    Raises:
-        ConfigError: unknown name; suggests the nearest.
-    """
-    if name not in SIDES:
-        raise ConfigError(f"bench has no backend {name!r}.{suggestion(name, dict.fromkeys(SIDES, ''))}")
-    return SIDES[name]
-
-
 # -- points --
 
 
@@ -212,7 +198,7 @@ class Point:
     @property
     def refusal(self) -> str | None:
         """Why this side cannot run with these settings; None if it can be tried."""
-        this = side(self.side)
+        this = SIDES[self.side]
         if this.launcher == "none" and not this.several and self.ranks > 1:
             return "it is one replica"
         if this.by_hand and self.precision == "mixed_float16":
@@ -246,12 +232,12 @@ def points(
         ConfigError: an unknown name, or a batch that does not divide among the ranks.
     """
     for name in sides:
-        side(name)  # a wrong name is refused before anything runs
+        chosen("backend", name, SIDES)  # a wrong name is refused before anything runs
     found: dict[Point, None] = {}
     for model, precision, count, number, scaling in itertools.product(
         models, precisions, accumulations, ranks, scalings
     ):
-        whole = batch or bench_model(model).batch
+        whole = batch or chosen("model", model, MODELS).data.batch
         for divisor in (max(ranks), number):
             if whole % divisor:
                 raise ConfigError(
@@ -269,32 +255,35 @@ def points(
     return list(found)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Launching:
-    """Launch options of all points."""
+def job_of(
+    point: Point,
+    *,
+    windows: int = 5,
+    warm_up: int = 2,
+    steps: int | None = None,
+    cores: int = 1,
+    breakdown: bool = True,
+    malloc: MallocName = RuntimeConfig.malloc,
+) -> Job:
+    """Return the job that measures `point`; all sides of a model and precision take turns.
 
-    windows: int = 5
-    warm_up: int = 2
-    steps: int | None = None
-    """Steps of a window; None for each model's own."""
-    cores: int = 1
-    """Cores of each rank."""
-    breakdown: bool = True
-    malloc: MallocName = RuntimeConfig.malloc
-    """Memory allocator of all sides."""
-
-
-def job_of(point: Point, how: Launching) -> Job:
-    """Return the job that measures `point`; all sides of a model and precision take turns."""
-    this = side(point.side)
+    Args:
+        point: what is measured.
+        windows: windows of steps that count.
+        warm_up: windows before them.
+        steps: steps of a window; None for the model's own.
+        cores: cores of each rank.
+        breakdown: whether to measure the parts of a step, where the side allows it.
+        malloc: memory allocator.
+    """
+    this = SIDES[point.side]
     words = [*launcher(this.launcher, this.processes(point.ranks)), sys.executable, "-m", "hvdtrain", "bench", "side"]
     words += [point.side, point.model, "--batch", str(point.batch), "--ranks", str(point.ranks)]
-    words += ["--precision", point.precision, "--accumulate", str(point.accumulate), "--cores", str(how.cores)]
-    words += ["--windows", str(how.windows), "--warm-up", str(how.warm_up)]
-    words += [] if how.steps is None else ["--steps", str(how.steps)]
-    words += [] if how.malloc == RuntimeConfig.malloc else ["--malloc", how.malloc]
-    words += ["--breakdown"] if how.breakdown and not this.by_hand else []
+    words += ["--precision", point.precision, "--accumulate", str(point.accumulate), "--cores", str(cores)]
+    words += ["--windows", str(windows), "--warm-up", str(warm_up)]
+    words += [] if steps is None else ["--steps", str(steps)]
+    words += [] if malloc == RuntimeConfig.malloc else ["--malloc", malloc]
+    words += ["--breakdown"] if breakdown and not this.by_hand else []
     setting = asdict(point)
-    name = setting.pop("side")
-    group = f"{point.model} {point.precision}"
+    name, group = setting.pop("side"), f"{point.model} {point.precision}"
     return Job(name=name, setting=setting, command=words, group=group, skipped=point.refusal)

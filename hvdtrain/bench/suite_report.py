@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.bench import plots
-from hvdtrain.bench.report import Block, Code, Figure, Heading, Paragraph, Table, repeated, skipped_runs, titled
+from hvdtrain.bench.report import Block, Code, Figure, Heading, Paragraph, Table, closing, quartiles, titled
 from hvdtrain.bench.results import (
     LEAST_ROUNDS,
     MOST_FOREIGN,
@@ -18,9 +18,10 @@ from hvdtrain.bench.results import (
     Run,
     Spread,
     ratio,
+    shown,
     spread,
 )
-from hvdtrain.bench.suite import IDEAL, SIDES, Traffic, side
+from hvdtrain.bench.suite import IDEAL, SIDES, Traffic
 
 HOW = (
     "All sides of a model and precision took turns, A B C and then C B A, each launch in fresh processes. A rank has "
@@ -87,18 +88,27 @@ def figures(run: Run, runs: Sequence[Run], baseline: str) -> Figures:
     """Compute the figures of `run`, relative to the other runs that were measured."""
     times, batch, ranks = spread(run.medians("windows_ms")), run.setting["batch"], run.setting["ranks"]
     whole = batch // run.setting["accumulate"]
-    ideal = _ideal(run, runs, whole)
+
+    def ideal(samples: int) -> Run | None:
+        wanted = {"model": run.setting["model"], "precision": run.setting["precision"], "batch": samples}
+        return next((other for other in runs if other.name == IDEAL and wanted.items() <= other.setting.items()), None)
+
+    def efficiency(samples: int) -> Ratio:
+        missing = f"{IDEAL} was not measured on {samples} samples"
+        return _ratio(run, ideal(samples), missing, samples=(batch, ranks * samples))
+
+    alone = ideal(whole)
     same = (other for other in runs if other.name == baseline and other.setting == run.setting)
     parts: list[Mapping[str, float]] = run.figure("breakdown_ms")
     return Figures(
         step_ms=times,
         rate=Spread(*(1000.0 * batch / time for time in (times.high, times.median, times.low))),
-        ideal_rate=None if ideal is None else 1000.0 * ranks * whole / spread(ideal.medians("windows_ms")).median,
+        ideal_rate=None if alone is None else 1000.0 * ranks * whole / spread(alone.medians("windows_ms")).median,
         ratio=_ratio(run, next(same, None), f"{baseline} was not measured"),
-        strong=_efficiency(run, runs, whole),
-        weak=_efficiency(run, runs, whole // ranks),
+        strong=efficiency(whole),
+        weak=efficiency(whole // ranks),
         sent_bytes=_sent(run, runs),
-        breakdown_ms={part: float(np.median([one[part] for one in parts])) for part in parts[0]} if parts else None,
+        breakdown_ms={part: float(np.median([one[part] for one in parts])) for part in PARTS} if parts else None,
     )
 
 
@@ -114,22 +124,8 @@ def _ratio(run: Run, other: Run | None, missing: str, *, samples: tuple[int, int
     return ratio(mine, theirs, [one.foreign_cores for each in (run, other) for one in each.rounds])
 
 
-def _ideal(run: Run, runs: Sequence[Run], batch: int) -> Run | None:
-    wanted = IDEAL, run.setting["model"], run.setting["precision"], batch
-    keys = ("model", "precision", "batch")
-    same = (other for other in runs if (other.name, *(other.setting[key] for key in keys)) == wanted)
-    return next(same, None)
-
-
-def _efficiency(run: Run, runs: Sequence[Run], batch: int) -> Ratio:
-    """Return the throughput relative to the ideal on `batch` samples, formed per round."""
-    samples = run.setting["batch"], run.setting["ranks"] * batch
-    missing = f"{IDEAL} was not measured on {batch} samples"
-    return _ratio(run, _ideal(run, runs, batch), missing, samples=samples)
-
-
 def _sent(run: Run, runs: Sequence[Run]) -> float | None:
-    this, setting = side(run.name), run.setting
+    this, setting = SIDES[run.name], run.setting
     known = (other.facts.get("gradients") for other in runs if other.setting["model"] == setting["model"])
     gradients = next((each for each in known if each is not None), None)
     processes = this.processes(setting["ranks"])
@@ -175,115 +171,72 @@ def section(comparison: Comparison) -> Iterator[Block]:
     """Yield the blocks about a comparison of steps."""
     options, runs = comparison.options, [run for run in comparison.runs if run.rounds]
     rows = [(run, figures(run, runs, options["baseline"])) for run in runs]
-    others = [row for row in rows if row[0].name != IDEAL]
-    groups = [[row for row in others if row[0].setting == setting] for setting in _settings(others)]
+    groups: dict[str, list[Row]] = {}
+    for run, known in rows:
+        groups.setdefault("" if run.name == IDEAL else titled(run.setting), []).append((run, known))
+    ideals = {titled(row[0].setting): row for row in groups.pop("", [])}
     yield Heading("Training steps")
     yield Code(comparison.command)
     yield Paragraph(HOW.format(**options))
     yield Paragraph(NOISE)
     yield Paragraph(EFFICIENCY)
     yield from _pictures(groups)
-    yield from _ideals([row for row in rows if row[0].name == IDEAL])
-    for group in groups:
-        yield Heading(titled(group[0][0].setting), 3)
-        yield _table(group, options["baseline"])
+    if ideals:
+        yield Heading("One process: the ideal", 3)
+        yield _table(ideals, options["baseline"])
+    for title, group in groups.items():
+        yield Heading(title, 3)
+        yield _table({run.name: (run, known) for run, known in group}, options["baseline"])
         yield from _refusals(group)
     yield from _parts([(run, known.breakdown_ms) for run, known in rows if known.breakdown_ms is not None])
     yield Heading("Bytes on the wire", 3)
     yield Paragraph(WIRE)
-    yield from skipped_runs(comparison.runs)
-    yield from repeated(runs)
-    settings = {run.name: run.facts.get("settings", {}) for run in runs}
-    words = [[name, ", ".join(f"{k} {v}" for k, v in known.items())] for name, known in settings.items()]
-    yield Table(["side", "what its processes run with"], words, texts=2)
-    used = dict.fromkeys(run.name for run in comparison.runs)
-    yield Table(["side", "what it is"], [[name, SIDES[name].about] for name in used], texts=2)
+    yield from closing(comparison.runs, {name: this.about for name, this in SIDES.items()})
 
 
-def _settings(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    for run, _ in rows:
-        if run.setting not in found:
-            found.append(run.setting)
-    return found
-
-
-def _pictures(groups: Sequence[Sequence[Row]]) -> Iterator[Block]:
+def _pictures(groups: Mapping[str, Sequence[Row]]) -> Iterator[Block]:
     panels = [
-        plots.Panel(titled(group[0][0].setting), {run.name: known.rate for run, known in group}, group[0][1].ideal_rate)
-        for group in groups
+        plots.Bars(title, {run.name: known.rate for run, known in group}, group[0][1].ideal_rate, "samples a second")
+        for title, group in groups.items()
     ]
     if panels:
         line = "the line is what as many processes reach that exchange nothing (n times one-core)"
-        yield Figure(plots.throughput(panels), f"samples a second, with the quartiles over the rounds; {line}")
-    models: dict[str, tuple[dict[str, list[Any]], dict[str, list[Any]]]] = {}
-    for run, known in (row for group in groups for row in group):
-        for number, share in enumerate((known.strong, known.weak)):
-            if run.setting["ranks"] > 1:
-                curves = models.setdefault(run.setting["model"], ({}, {}))[number]
-                if isinstance(share, Spread):
-                    curves.setdefault(_label(run), []).append((run.setting["ranks"], share))
-    if any(curves for both in models.values() for curves in both):
-        yield Figure(plots.efficiency(models), "scaling efficiency over ranks; what was too noisy is missing")
+        yield Figure(plots.bars(panels), f"samples a second, with the quartiles over the rounds; {line}")
+    models: dict[str, dict[str, dict[str, list[tuple[float, Spread]]]]] = {}
+    for run, known in (row for group in groups.values() for row in group):
+        setting = run.setting
+        label = run.name + f" {setting['precision']}" * (setting["precision"] != "float32")
+        label += f" K={setting['accumulate']}" * (setting["accumulate"] > 1)
+        for kind, share in (("strong", known.strong), ("weak", known.weak)):
+            curves = models.setdefault(setting["model"], {"strong": {}, "weak": {}})[kind]
+            if isinstance(share, Spread) and setting["ranks"] > 1:
+                curves.setdefault(label, []).append((setting["ranks"], share))
+    drawn = [
+        [plots.Curves(f"{model}, {kind} scaling", "ranks", curves) for kind, curves in both.items()]
+        for model, both in models.items()
+    ]
+    if any(panel.curves for row in drawn for panel in row):
+        yield Figure(plots.curves(drawn), "scaling efficiency over ranks; what was too noisy is missing")
 
 
-def _label(run: Run) -> str:
-    precision, count = run.setting["precision"], run.setting["accumulate"]
-    return run.name + f" {precision}" * (precision != "float32") + f" K={count}" * (count > 1)
-
-
-def _ideals(rows: Sequence[Row]) -> Iterator[Block]:
-    """Yield the results of one process."""
-    if rows:
-        yield Heading("One process: the ideal", 3)
-        columns = ["", "ms a step", "quartiles", "samples/s", "CPU s a step", "peak RSS MiB", "parameters", "rounds"]
-        yield Table(
-            columns,
-            [
-                [
-                    titled(run.setting),
-                    *_times(known),
-                    *_resources(run),
-                    f"{run.facts.get('parameters') or 0:,}",
-                    str(len(run.rounds)),
-                ]
-                for run, known in rows
-            ],
-        )
-
-
-def _times(known: Figures) -> list[str]:
-    times = known.step_ms
-    return [f"{times.median:.2f}", f"{times.low:.2f} .. {times.high:.2f}", f"{known.rate.median:.1f}"]
-
-
-def _resources(run: Run) -> list[str]:
-    peak = max(max(values) for values in run.figure("peak_rss_mib"))
-    return [f"{np.median(run.figure('cpu_s')):.3f}", f"{peak:.0f}"]
-
-
-def _table(members: Sequence[Row], baseline: str) -> Table:
+def _table(rows: Mapping[str, Row], baseline: str) -> Table:
     columns = ["side", "ms a step", "quartiles", "samples/s", f"time / {baseline}", "strong", "weak", "CPU s a step"]
-    columns += ["in the kernel", "page faults a step", "peak RSS MiB", "MB sent a step", "rounds"]
-    rows = []
-    for run, known in members:
-        kernel, faults = run.figure("kernel_share"), run.figure("page_faults")
-        cpu_s, peak = _resources(run)
-        rows.append(
-            [
-                *(run.name, *_times(known)),
-                *(_formatted(share) for share in (known.ratio, known.strong, known.weak)),
-                *(cpu_s, f"{np.median(kernel):.0%}" if kernel else NOTHING),
-                *(f"{np.median(faults):,.0f}" if faults else NOTHING, peak),
-                NOTHING if known.sent_bytes is None else f"{known.sent_bytes / 1e6:.2f}",
-                str(len(run.rounds)),
-            ]
-        )
-    return Table(columns, rows)
+    columns += ["in the kernel", "page faults a step", "peak RSS MiB", "MB sent a step", "parameters", "rounds"]
+    return Table(columns, [_row(name, *row) for name, row in rows.items()])
 
 
-def _formatted(share: Ratio) -> str:
-    return f"{share.median:.3f} ({share.low:.3f} .. {share.high:.3f})" if isinstance(share, Spread) else NOTHING
+def _row(name: str, run: Run, known: Figures) -> list[str]:
+    kernel, faults = run.figure("kernel_share"), run.figure("page_faults")
+    shares = (quartiles(share, ".3f") for share in (known.ratio, known.strong, known.weak))
+    return [
+        *(name, *quartiles(known.step_ms, ".2f"), f"{known.rate.median:.1f}"),
+        *(median if median == NOTHING else f"{median} ({around})" for median, around in shares),
+        *(f"{np.median(run.figure('cpu_s')):.3f}", f"{np.median(kernel):.0%}" if kernel else NOTHING),
+        f"{np.median(faults):,.0f}" if faults else NOTHING,
+        f"{max(max(values) for values in run.figure('peak_rss_mib')):.0f}",
+        shown(None if known.sent_bytes is None else known.sent_bytes / 1e6, 2),
+        *(f"{run.facts['parameters']:,}" if "parameters" in run.facts else NOTHING, str(len(run.rounds))),
+    ]
 
 
 def _refusals(members: Sequence[Row]) -> Iterator[Block]:
@@ -299,12 +252,10 @@ def _refusals(members: Sequence[Row]) -> Iterator[Block]:
 
 
 def _parts(known: Sequence[tuple[Run, Mapping[str, float]]]) -> Iterator[Block]:
-    if not known:
-        return
-    known = [(run, {name: parts[name] for name in PARTS}) for run, parts in known]
-    yield Heading("Where a step's time goes", 3)
-    yield Paragraph(BREAKDOWN)
-    drawn = {f"{titled(run.setting)}\n{run.name}": parts for run, parts in known}
-    yield Figure(plots.shares("Where a step's time goes", drawn), "parts of a step")
-    table = [[titled(run.setting), run.name, *(f"{value:.2f}" for value in parts.values())] for run, parts in known]
-    yield Table(["", "side", *(f"{name}, ms" for name in PARTS)], table, texts=2)
+    if known:
+        yield Heading("Where a step's time goes", 3)
+        yield Paragraph(BREAKDOWN)
+        drawn = {f"{titled(run.setting)}\n{run.name}": parts for run, parts in known}
+        yield Figure(plots.shares("Where a step's time goes", drawn), "parts of a step")
+        rows = [[titled(run.setting), run.name, *(f"{value:.2f}" for value in parts.values())] for run, parts in known]
+        yield Table(["", "side", *(f"{name}, ms" for name in PARTS)], rows, texts=2)

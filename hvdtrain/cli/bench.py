@@ -18,12 +18,10 @@ from hvdtrain.bench.suite import (
     SIDES,
     USUAL_MODELS,
     USUAL_SIDES,
-    Launching,
     Point,
-    bench_model,
+    chosen,
     job_of,
     points,
-    side,
 )
 from hvdtrain.cli.parser import Parser, positive
 from hvdtrain.cli.running import ended_by_exceptions, run_here
@@ -164,16 +162,8 @@ def _suite_parser() -> Parser:
 
 def _suite(options: argparse.Namespace, argv: Sequence[str]) -> int:
     _ready()
-    side(options.baseline)
+    chosen("backend", options.baseline, SIDES)
     options.ranks = options.ranks or default_ranks(options.cores)
-    how = Launching(
-        windows=options.windows,
-        warm_up=options.warm_up,
-        steps=options.steps,
-        cores=options.cores,
-        breakdown=not options.no_breakdown,
-        malloc=options.malloc,
-    )
     found = points(
         sides=options.backends,
         models=options.models,
@@ -183,7 +173,16 @@ def _suite(options: argparse.Namespace, argv: Sequence[str]) -> int:
         scalings=options.scaling,
         batch=options.batch,
     )
-    return _compare_sides([job_of(point, how) for point in found], options, "suite", argv)
+    job = functools.partial(
+        job_of,
+        windows=options.windows,
+        warm_up=options.warm_up,
+        steps=options.steps,
+        cores=options.cores,
+        breakdown=not options.no_breakdown,
+        malloc=options.malloc,
+    )
+    return _compare_sides([job(point) for point in found], options, "suite", argv)
 
 
 # -- collectives --
@@ -291,15 +290,15 @@ def _autotune_parser() -> Parser:
 def _autotune(options: argparse.Namespace, argv: Sequence[str]) -> int:
     _ready()
     ranks = options.ranks or max(default_ranks(options.cores))
-    batch = options.batch or bench_model(options.model).batch
+    batch = options.batch or MODELS[options.model].data.batch
     if batch % ranks:
         raise LaunchError(f"A batch of {batch} samples does not divide among {ranks} ranks. Use --batch or --ranks.")
-    how = Launching(windows=options.windows, warm_up=1, steps=options.steps, cores=options.cores, breakdown=False)
-    job = job_of(Point(options.backend, options.model, ranks, batch), how)
+    point, cores = Point(options.backend, options.model, ranks, batch), options.cores
+    job = job_of(point, windows=options.windows, warm_up=1, steps=options.steps, cores=cores, breakdown=False)
     _log(f"{options.model} on {ranks} ranks, {batch} samples a step")
     try:
         launched = functools.partial(launch, limit_s=options.limit)
-        found = autotune.autotune(job, launched, _log, mpi=side(options.backend).launcher == "mpirun")
+        found = autotune.autotune(job, launched, _log, mpi=SIDES[options.backend].launcher == "mpirun")
     except LaunchFailed as error:
         raise LaunchError(f"{options.backend} could not be timed: {error}") from error
     folder = Folder(options.out, "autotune")

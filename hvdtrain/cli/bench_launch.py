@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 from hvdtrain.bench.collectives import ENGINES, parsed_size
 from hvdtrain.bench.engine import say
-from hvdtrain.bench.suite import MODELS, SIDES, bench_config, bench_model
+from hvdtrain.bench.suite import MODELS, SIDES, bench_config
 from hvdtrain.bench.timing import ServedProcesses, Timing, limit_cores
 from hvdtrain.cli.parser import Parser, shows_help
 from hvdtrain.cli.running import run_linked, run_on_all_ranks
@@ -71,7 +71,7 @@ def parse_side(argv: list[str]) -> Request:
     words = _side_parser().parse_args(argv)
     this = SIDES[words.side]
     config = bench_config(words.model, batch=words.batch, precision=words.precision, accumulate=words.accumulate)
-    timing = Timing(words.steps or bench_model(words.model).steps, words.windows, words.warm_up, words.breakdown)
+    timing = Timing(words.steps or MODELS[words.model].steps, words.windows, words.warm_up, words.breakdown)
     runtime: dict[str, Any] = {"malloc": words.malloc}
     if not this.by_hand:
         runtime["backend"] = this.backend

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from hvdtrain.bench.engine import Answer, Job, LaunchFailed, launch, launcher, measure, reason_of
+from hvdtrain.bench.engine import Answer, Job, LaunchFailed, launch, measure, reason_of
 from hvdtrain.cli.main import main
 
 
@@ -104,12 +104,6 @@ def test_a_program_that_is_not_there():
 def test_the_last_error_is_the_reason():
     err = "warning\nTraceback\n  File\nRuntimeError: the cause\nPrimary job terminated"
     assert reason_of(3, "", err) == "exit code 3: RuntimeError: the cause"
-
-
-def test_launchers():
-    assert launcher("mpirun", 2)[-2:] == ["-np", "2"]
-    assert launcher("gloo", 2) == ["horovodrun", "--gloo", "-np", "2"]
-    assert launcher("none", 1) == []
 
 
 def said(capsys, *words):

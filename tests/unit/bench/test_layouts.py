@@ -33,7 +33,7 @@ def test_the_report_has_ratios_bytes_and_a_picture():
     assert "| dp | 10.0 | 10.0 .. 10.0 | 1.00 | 1.25 | 1.25 | 600 | 0 | 0.0 | 2.0 | 2 |" in text
     assert "| one-core | 16.0 | 16.0 .. 16.0 | 1.60 | - | 2.00 | 500 | 100 | - | - | 2 |" in text
     assert "| tp | 5.0 | 5.0 .. 5.0 | 0.50 | 0.62 | 0.62 | 500 | 100 |" in text
-    assert "| pp | a stage is missing |" in text
+    assert "| pp | tiny, 2 ranks, gloo | 0 | a stage is missing |" in text
     (picture,) = [block for block in blocks if isinstance(block, Figure)]
     assert picture.png.startswith(b"\x89PNG")
 

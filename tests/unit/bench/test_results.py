@@ -15,7 +15,6 @@ from hvdtrain.bench.report import (
     Paragraph,
     Table,
     compared,
-    differences,
     render,
     report,
     write_report,
@@ -168,10 +167,6 @@ def test_compare_shows_what_changed():
     assert f"| plain-mpi | {setting} | 250 | - | - | only before |" in text
     assert f"| plain-gloo | {setting} | - | 5 | - | only after |" in text
     assert "| horovod-mpi |  | allreduce 1000000 | 2 | 2 | 1.000 | within the spread |" in text
-
-
-def test_equal_environments_do_not_differ():
-    assert list(differences(ENVIRONMENT, dict(ENVIRONMENT))) == []
 
 
 # -- collectives --

@@ -20,32 +20,24 @@ def test_what_slows_both_sides_alike_does_not_matter():
     assert found == Spread(0.5, 0.5, 0.5)
 
 
-def test_noise_is_refused_with_its_quartiles():
-    found = ratio([10.0, 15.0, 8.0, 12.0], [20.0, 20.0, 20.0, 20.0])
-    assert isinstance(found, Refused)
-    assert found.reason == "too noisy: its quartiles are 0.475 and 0.637"
+@pytest.mark.parametrize(
+    ("over", "under", "foreign", "reason"),
+    [
+        ([10.0, 15.0, 8.0, 12.0], [20.0] * 4, [], "too noisy: its quartiles are 0.475 and 0.637"),
+        ([0.9, 0.94, 1.0, 1.06, 1.1], [1.0] * 5, [], "too noisy: its quartiles are 0.94 and 1.06"),
+        ([0.0] * 3, [1.0] * 3, [], "too noisy: its quartiles are 0 and 0"),
+        ([10.0] * 3, [20.0] * 3, [0.1, 1.4, 1.2], "too noisy: other programs took 1.20 cores meanwhile"),
+        ([], [20.0] * 5, [], "0 rounds: fewer than 3 do not show how noisy it was"),
+        ([10.0], [20.0] * 5, [], "1 round: fewer than 3 do not show how noisy it was"),
+        ([10.0] * 2, [20.0] * 5, [], "2 rounds: fewer than 3 do not show how noisy it was"),
+    ],
+)
+def test_noise_is_refused_with_the_reason(over, under, foreign, reason):
+    assert ratio(over, under, foreign) == Refused(reason)
 
 
 def test_the_limit_lies_at_a_tenth():
     assert isinstance(ratio([0.951, 1.0, 1.049, 1.0], [1.0] * 4), Spread)
-    assert isinstance(ratio([0.9, 0.94, 1.0, 1.06, 1.1], [1.0] * 5), Refused)
-
-
-@pytest.mark.parametrize(("rounds", "said"), [(0, "0 rounds"), (1, "1 round:"), (2, "2 rounds")])
-def test_few_rounds_do_not_tell(rounds, said):
-    found = ratio([10.0] * rounds, [20.0] * 5)
-    assert isinstance(found, Refused)
-    assert said in found.reason
-
-
-def test_other_programs_are_a_reason_even_if_the_figures_agree():
-    found = ratio([10.0] * 3, [20.0] * 3, [0.1, 1.4, 1.2])
-    assert isinstance(found, Refused)
-    assert found.reason == "too noisy: other programs took 1.20 cores meanwhile"
-
-
-def test_a_median_of_nothing_is_no_figure():
-    assert isinstance(ratio([0.0] * 3, [1.0] * 3), Refused)
 
 
 def test_verdicts():
