@@ -21,12 +21,14 @@ import sys
 import tarfile
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hvdtrain.bench.script import Script, print_times
+from hvdtrain.bench.timing import in_turn
 
 BATCH = 128
 ARCHIVE = "cifar10-train.tar.gz"
@@ -123,14 +125,16 @@ def main() -> int:
             "by hand, files": iter(by_hand_files(images).repeat()),
             "by hand, records": iter(by_hand_records(packed).repeat()),
         }
-        times: dict[str, list[float]] = {side: [] for side in sides}
-        for number in range(options.rounds + 1):
-            for side, stream in sides.items():
-                begin = time.perf_counter()
-                for _ in range(steps):
-                    next(stream)
-                if number:  # the first round fills buffers and lets AUTOTUNE settle
-                    times[side].append(1000.0 * (time.perf_counter() - begin) / steps)
+
+        def milliseconds(stream: Any) -> float:
+            begin = time.perf_counter()
+            for _ in range(steps):
+                next(stream)
+            return 1000.0 * (time.perf_counter() - begin) / steps
+
+        calls = {side: partial(milliseconds, stream) for side, stream in sides.items()}
+        # The first round fills buffers and lets AUTOTUNE settle.
+        times = in_turn(calls, options.rounds, lambda value: [value])
     rates = {side: f"{1000.0 * BATCH / np.median(values):9.0f} samples/s" for side, values in times.items()}
     for base in ("by hand, files", "by hand, records"):
         print_times(f"a batch of {BATCH}", times, base, rates)

@@ -11,6 +11,7 @@ are medians of processor time, which other work on the machine disturbs least, a
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import keras
@@ -18,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.bench.script import Script, print_times
+from hvdtrain.bench.timing import in_turn
 from hvdtrain.layers.fused_batch_norm import fused_normalization, fusible_layers
 from hvdtrain.optim.fused import fused_updates
 from hvdtrain.training.step.cross_entropy import sparse_cross_entropy
@@ -101,13 +103,14 @@ def cross_entropy(*, fused: bool) -> Callable[[], Any]:
 
 def compare(script: Script, what: str, sides: dict[str, Callable[[], Any]], rounds: int) -> None:
     """Let the sides take turns, and print and record their milliseconds of processor time."""
-    times: dict[str, list[float]] = {side: [] for side in sides}
-    for _ in range(WARM_UP + rounds):
-        for side, run in sides.items():
-            begin = time.process_time()
-            run()
-            times[side].append(1000.0 * (time.process_time() - begin))
-    counted = {side: values[WARM_UP:] for side, values in times.items()}
+
+    def milliseconds(run: Callable[[], Any]) -> float:
+        begin = time.process_time()
+        run()
+        return 1000.0 * (time.process_time() - begin)
+
+    calls = {side: partial(milliseconds, run) for side, run in sides.items()}
+    counted = in_turn(calls, rounds, lambda value: [value], warm_up=WARM_UP)
     medians = {side: float(np.median(values)) for side, values in counted.items()}
     print_times(f"{what:26}", counted, "keras", {"fused": f"{medians['keras'] / medians['fused']:.2f}x as fast"})
     script.record(what, {}, {f"{side}_ms": values for side, values in counted.items()})

@@ -31,8 +31,7 @@ from hvdtrain.bench.timing import forget_peak, peak_rss_mib
 BLOCK_BYTES = 64 * 1024
 """Larger blocks of memory go back to the system at once."""
 FREEING = ("env", "TF_ENABLE_ONEDNN_OPTS=0", f"MALLOC_MMAP_THRESHOLD_={BLOCK_BYTES}")
-"""Starts a command whose peak of memory is what it needs: oneDNN's allocator would keep what was freed for the next
-step, and the C library would keep blocks of less than some megabytes."""
+"""Starts a command whose peak of memory is what it needs."""
 WARM_UP, STEPS = 4, 6
 SAMPLES = 8
 """Of a microbatch on each rank."""

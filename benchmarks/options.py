@@ -1,19 +1,21 @@
-"""What the options of the step cost: accumulation, precision and compression, against a plain loop in one run.
+"""What the options of the step cost: accumulation, precision, compression and update rules, in turn in one run.
 
     python benchmarks/options.py --models mlp lm --controllers mpirun gloo --rounds 7
+    python benchmarks/options.py --rules --models mlp lm --optimizers adam sgd
 
-One launch for each model and controller. In it the variants take turns, a window of a few steps each, so that they see
-the same machine:
+One launch for each model, optimizer and controller. In it the variants take turns, a window of a few steps each, so
+that they see the same machine:
 
     plain         Horovod's own tape in a hand-written loop, one microbatch on each rank
     alone         one microbatch without any exchange: the floor
     accumulate=K  K of these microbatches and one exchange
     precision, compression: one microbatch, as in `plain`, with that option
     metrics       one microbatch, with the accuracy counted in each step, as `fit` does
+    zero=S, local_steps=N: with --rules, one microbatch and that update rule, against the all-reduce (`accumulate=1`)
 
 All are given hvdtrain's settings of the exchange. A window's time is that of the slowest rank; reported are medians
-over the rounds, per microbatch, and their ratios to `plain`. What the exchange costs a sample is the time over
-`alone`, per sample. Nothing else may run on the machine meanwhile.
+over the rounds, per microbatch, their ratios to `plain` or to the all-reduce in the same round, and the bytes that a
+rank holds beside the weights (`memory.py` has the peaks). Nothing else may run on the machine meanwhile.
 
     python benchmarks/options.py --memory
 
@@ -23,6 +25,7 @@ prints the peak memory of one process with and without accumulation and recomput
 import sys
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -48,6 +51,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "compression=bf16": {"compression": "bf16"},
     "metrics=accuracy": {"metrics": ["accuracy"]},
 }
+RULES: dict[str, dict[str, Any]] = {
+    "zero=1": {"zero": 1},
+    "zero=2": {"zero": 2},
+    "zero=3": {"zero": 3},
+    "zero=3, prefetch=1": {"zero": 3, "zero_prefetch": 1},
+    "local_steps=4": {"local_steps": 4},
+    "local_steps=16": {"local_steps": 16},
+}
+"""Further variants."""
+OPTIMIZERS = {"sgd": ("SGD", {}), "momentum": ("SGD", {"momentum": 0.9}), "adam": ("Adam", {})}
 MEMORY: dict[str, tuple[str, dict[str, Any]]] = {
     "mlp": ("mlp", {}),
     "mlp accumulate=4": ("mlp", {"accumulate": 4}),
@@ -56,6 +69,7 @@ MEMORY: dict[str, tuple[str, dict[str, Any]]] = {
     "resnet20": ("resnet20", {}),
     "resnet20 recompute": ("resnet20", {"recompute": True}),
 }
+CHOICES = VARIANTS | RULES
 MEMORY_BATCH = {"mlp": 32, "lm": 32, "resnet20": 512}
 
 
@@ -125,14 +139,26 @@ def ours(name: str, backend: Any, microbatch: int, options: dict[str, Any], opti
     return step
 
 
-def measure(model: str, variants: list[str], steps: int, rounds: int) -> dict[str, Any]:
-    """Return each variant's windows in milliseconds a step, those of the slowest rank."""
+def held_bytes(rule: Any) -> int:
+    """Return what this rank keeps beside the weights."""
+    tensors = [tensor.value for path, tensor in rule.named_tensors().items() if not path.startswith("model/")]
+    return sum(int(np.prod(tensor.shape)) * tensor.dtype.size for tensor in tensors)
+
+
+def measure(model: str, variants: list[str], optimizer: str, steps: int, rounds: int) -> dict[str, Any]:
+    """Return each variant's windows in milliseconds a step, those of the slowest rank, and the bytes of its slots."""
     backend, alone, gather = started()
-    runs = {"plain": plain(model)}
-    for variant in variants:
-        runs[variant] = ours(model, alone if variant == "alone" else backend, MODELS[model][4], VARIANTS[variant])
+    import keras
+
+    kind, arguments = OPTIMIZERS[optimizer]
+    runs = {}
+    for name in variants:
+        made = getattr(keras.optimizers, kind)(1e-4, **arguments)
+        here = alone if name == "alone" else backend
+        runs[name] = plain(model) if name == "plain" else ours(model, here, MODELS[model][4], CHOICES[name], made)
     sides = {variant: partial(window, step, steps) for variant, step in runs.items()}
-    return {"ms": in_turn(sides, rounds, gather)}
+    held = {variant: held_bytes(step.rule) for variant, step in runs.items() if variant != "plain"}
+    return {"ms": in_turn(sides, rounds, gather), "slot_bytes": held}
 
 
 def use_memory(variant: str) -> dict[str, Any]:
@@ -148,15 +174,16 @@ def use_memory(variant: str) -> dict[str, Any]:
     return {"peak_mib": peak_rss_mib(), "parameters_mib": parameters, "windows_ms": windows}
 
 
-def print_variants(title: str, times: dict[str, list[float]], samples: int) -> None:
+def print_variants(title: str, times: dict[str, list[float]], held: dict[str, float], base: str, samples: int) -> None:
     """Print a line for each variant, with its times per microbatch; `samples` is that of all ranks."""
-    counts = {variant: VARIANTS.get(variant, {}).get("accumulate", 1) for variant in times}
+    counts = {variant: CHOICES.get(variant, {}).get("accumulate", 1) for variant in times}
     each = {variant: [value / counts[variant] for value in values] for variant, values in times.items()}
-    notes = {}
+    notes = {variant: f"{size / 2**20:7.1f} MiB of slots" for variant, size in held.items()}
     if "alone" in each:
-        over = {variant: np.median(values) - np.median(each["alone"]) for variant, values in each.items()}
-        notes = {variant: f"over alone {1000.0 * value / samples:8.1f} us a sample" for variant, value in over.items()}
-    print_times(f"{title}  per microbatch", each, "plain", notes)
+        for variant, values in each.items():
+            over = 1000.0 * (np.median(values) - np.median(each["alone"])) / samples
+            notes[variant] = f"{notes.get(variant, '')}   over alone {over:8.1f} us a sample"
+    print_times(f"{title}  per microbatch", each, base, notes)
 
 
 def main() -> int:
@@ -165,11 +192,13 @@ def main() -> int:
     script.add_argument(
         "--variants",
         nargs="+",
-        choices=tuple(VARIANTS),
-        default=[name for name in VARIANTS if name != "precision=mixed_float16"],
-        help="alone is needed; fp16, which CPUs compute hundreds of times as slowly, must be asked for",
+        choices=("plain", *CHOICES),
+        default=["plain", *(name for name in VARIANTS if name != "precision=mixed_float16")],
+        help="fp16, which CPUs compute hundreds of times as slowly, must be asked for",
     )
-    script.add_argument("--steps", type=int, default=4, help="steps of a window")
+    script.add_argument("--rules", action="store_true", help="measure the update rules instead")
+    script.add_argument("--optimizers", nargs="+", choices=tuple(OPTIMIZERS), default=["sgd"])
+    script.add_argument("--steps", type=int, help="steps of a window (4; with --rules 16)")
     script.add_argument("--memory", action="store_true", help="measure memory instead of time")
     options = script.parsed()
     if options.memory:
@@ -177,13 +206,15 @@ def main() -> int:
             peak, parameters = run.figure("peak_mib")[0], run.figure("parameters_mib")[0]
             print(f"{run.name:20} peak {peak:7.0f} MiB   parameters {parameters:6.1f} MiB")
         return script.exit_code()
-    given = {"variants": options.variants, "steps": options.steps, "rounds": options.rounds}
-    for name in options.models:
-        for controller in options.controllers:
-            job = script.job("in turn", measure, controller=controller, ranks=options.ranks, model=name, **given)
-            for run in script.measure([job]):
-                samples = MODELS[name][4] * options.ranks
-                print_variants(f"{name:9} {controller:6}", run.figure("ms")[0], samples)
+    variants = ["accumulate=1", *RULES, "alone"] if options.rules else options.variants
+    base = "accumulate=1" if options.rules else "plain"
+    given = {"variants": variants, "steps": options.steps or (16 if options.rules else 4), "rounds": options.rounds}
+    for name, optimizer, controller in product(options.models, options.optimizers, options.controllers):
+        given |= {"model": name, "optimizer": optimizer}
+        job = script.job("in turn", measure, controller=controller, ranks=options.ranks, **given)
+        for run in script.measure([job]):
+            title, samples = f"{name:9} {optimizer:9} {controller:6}", MODELS[name][4] * options.ranks
+            print_variants(title, run.figure("ms")[0], run.figure("slot_bytes")[0], base, samples)
     return script.exit_code()
 
 

@@ -31,6 +31,8 @@ import numpy as np
 from options import MODELS, ours, plain
 
 from hvdtrain.bench.engine import WORD, Answer, Job, LaunchFailed, reason_of
+from hvdtrain.bench.plots import Bars, bars
+from hvdtrain.bench.results import Spread
 from hvdtrain.bench.script import Script, started
 from hvdtrain.bench.timing import in_turn, window
 
@@ -193,20 +195,6 @@ def report(layout: str, controller: str, what: str, times: dict[str, list[float]
     return ratios
 
 
-def plot(cases: dict[str, dict[str, float]], file: Path) -> None:
-    """Draw the steps per microbatch as fractions of the plain loop's."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(3.2 * max(2, len(cases)), 4), layout="constrained")
-    panels = figure.subplots(1, len(cases), sharey=True, squeeze=False)[0]
-    for axes, (title, ratios) in zip(panels, cases.items(), strict=True):
-        axes.bar(list(ratios), list(ratios.values()), color=["0.5", *["C0"] * (len(ratios) - 1)])
-        axes.set_title(title, fontsize=9)
-        axes.tick_params(axis="x", rotation=90, labelsize=8)
-    figure.axes[0].set_ylabel("time of a microbatch / plain Horovod loop")
-    figure.savefig(file, dpi=120)
-
-
 def measure_cases(script: Script, options: Any, layout: str, found: Any) -> dict[str, dict[str, float]]:
     """Measure all cases of a layout of hosts, and return the ratios of the steps by case."""
     link, cases = goodput(found), {}
@@ -254,7 +242,13 @@ def main() -> int:
         except NoHosts as why:
             sys.exit(f"Hosts cannot be made here: {why}.")
     if options.out is not None and cases:
-        plot(cases, options.out.with_suffix(".png"))
+        drawn = {
+            case: {side: Spread(ratio, ratio, ratio) for side, ratio in ratios.items()}
+            for case, ratios in cases.items()
+        }
+        label = "time of a microbatch / plain Horovod loop"
+        picture = bars([Bars(case, ratios, mark=1.0, xlabel=label) for case, ratios in drawn.items()])
+        options.out.with_suffix(".png").write_bytes(picture)
     return script.exit_code()
 
 

@@ -5,14 +5,13 @@ of the other sides.
 """
 
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.bench.timing import Timing, Usage, own_usage, peak_rss_mib, process_settings, usage_figures
+from hvdtrain.bench.timing import Timing, Usage, own_usage, peak_rss_mib, process_settings, usage_figures, window
 from hvdtrain.config.run import Config
 from hvdtrain.data.registry import load_splits
 from hvdtrain.data.source import DataSplits
@@ -38,8 +37,11 @@ def pin_and_start(environment: Environment) -> int:
 
 
 def pin(environment: Environment) -> int:
-    """Set the cores, threads and GPU of this rank, before TensorFlow starts; return the number of threads."""
-    threads = _pinned(environment.local_rank, environment.local_size)
+    """Set the cores, threads and GPU of this rank as hvdtrain does, and return the number of threads."""
+    cores, rank = sorted(os.sched_getaffinity(0)), environment.local_rank
+    threads = max(1, share := len(cores) // environment.local_size)
+    if share:
+        os.sched_setaffinity(0, cores[rank * share : (rank + 1) * share])
     tf.config.threading.set_intra_op_parallelism_threads(threads)
     tf.config.threading.set_inter_op_parallelism_threads(max(2, threads))
     gpus = tf.config.list_physical_devices("GPU")
@@ -48,16 +50,6 @@ def pin(environment: Environment) -> int:
     if gpus:
         tf.config.set_visible_devices(gpus[environment.local_rank % len(gpus)], "GPU")
     return threads
-
-
-def _pinned(rank: int, size: int) -> int:
-    """Pin this rank to its block of cores, as hvdtrain does, and return their number."""
-    cores = sorted(os.sched_getaffinity(0))
-    share = len(cores) // size
-    if share == 0:
-        return 1
-    os.sched_setaffinity(0, cores[rank * share : (rank + 1) * share])
-    return share
 
 
 class PlainLoop:
@@ -86,8 +78,8 @@ class PlainLoop:
         data = tf.data.Dataset.from_tensor_slices(_elements(self._splits))
         return data.repeat().shuffle(min(BUFFER, count)).batch(self._batch).prefetch(4)
 
-    def steps(self, window: int) -> Iterator[None]:
-        """Train, yielding after each step; the loss is read once per `window` steps."""
+    def step(self) -> Callable[[], tf.Tensor]:
+        """Return a function that takes the next step and returns its loss, from rank 0's initial values."""
         self.optimizer.build(self.model.trainable_variables)
         tape: Tape = lambda tape: tape  # noqa: E731
         if self._size > 1:
@@ -95,12 +87,8 @@ class PlainLoop:
 
             tape = hvd.DistributedGradientTape
             hvd.broadcast_variables([v.value for v in self.model.variables + self.optimizer.variables], root_rank=0)
-        training_step = plain_step(self.model, self.optimizer, self._loss, tape)
-        for step, (inputs, targets) in enumerate(self.batches()):
-            value = training_step(inputs, targets)
-            if step % window == window - 1:
-                float(value)
-            yield
+        step, batches = plain_step(self.model, self.optimizer, self._loss, tape), iter(self.batches())
+        return lambda: step(*next(batches))
 
     def gradient_sizes(self) -> list[dict[str, Any]]:
         """Trace the step without running it, and return the size of each gradient.
@@ -149,26 +137,22 @@ def _elements(splits: DataSplits) -> Any:
     return splits.train.elements  # type: ignore[attr-defined]  # random data lie in memory
 
 
-def window_of(steps: Iterator[None], count: int) -> float:
-    """Take `count` steps and return the milliseconds per step."""
-    begin = time.perf_counter()
-    for _ in range(count):
-        next(steps)
-    return 1000.0 * (time.perf_counter() - begin) / count
-
-
 def measure(config: Config, timing: Timing, environment: Environment) -> tuple[dict[str, Any], dict[str, Any]]:
     """Measure the loop; return figures and facts, valid on rank 0. Collective."""
     malloc = choose_malloc(config.processes.malloc)
     threads = pin_and_start(environment)
     loop = PlainLoop(config, environment)
-    steps = loop.steps(timing.steps)
+    step = loop.step()
     for _ in range(timing.warm_up):
-        window_of(steps, timing.steps)
+        window(step, timing.steps)
     begin = own_usage()
-    windows = [window_of(steps, timing.steps) for _ in range(timing.windows)]
+    windows = [window(step, timing.steps) for _ in range(timing.windows)]
     used = own_usage().since(begin)
-    everyone = _from_all_ranks([peak_rss_mib(), used.user_s, used.system_s, used.page_faults], environment.size)
+    everyone: Any = np.array([[peak_rss_mib(), used.user_s, used.system_s, used.page_faults]])
+    if environment.size > 1:
+        import horovod.tensorflow as hvd
+
+        everyone = hvd.allgather(tf.constant(everyone, tf.float64)).numpy()
     usages = [Usage(user_s, system_s, int(page_faults)) for _, user_s, system_s, page_faults in everyone]
     figures = {"windows_ms": windows, **usage_figures(usages, everyone[:, 0], timing.windows * timing.steps)}
     facts: dict[str, Any] = {
@@ -178,12 +162,3 @@ def measure(config: Config, timing: Timing, environment: Environment) -> tuple[d
     if environment.size == 1:
         facts["gradients"] = loop.gradient_sizes()
     return figures, facts
-
-
-def _from_all_ranks(facts: list[float], size: int) -> Any:
-    """Return the facts of all ranks [rank, fact]."""
-    if size == 1:
-        return np.array([facts])
-    import horovod.tensorflow as hvd
-
-    return hvd.allgather(tf.constant([facts], tf.float64)).numpy()

@@ -131,7 +131,7 @@ def trained_model(
         config, shape=description.sample_shape, classes=description.classes, backend=backend, steps=ANY_STEPS
     )
     zeros = Batch(inputs=description.zeros(), targets=None, sample_weight=None, has_samples=1.0, global_samples=1)
-    build_for(trainer.model, [like or zeros])
+    build_for(trainer.model, [zeros if like is None else like])
     trainer.restore(folder, which)
     trainer.broadcast_state()
     trainer.rule.consolidate()
