@@ -109,33 +109,23 @@ def plain(name: str) -> Callable[[], Any]:
 def ours(name: str, backend: Any, microbatch: int, options: dict[str, Any], optimizer: Any = None) -> Any:
     """Return hvdtrain's step, whose `rule` holds its slots."""
     import keras
-    import tensorflow as tf
 
-    from hvdtrain.data.batch import Batch
-    from hvdtrain.optim.precision import with_loss_scaling
-    from hvdtrain.state.train_state import TrainState
-    from hvdtrain.training.assembly import built_model
-    from hvdtrain.training.options import step_options
-    from hvdtrain.training.step.step_factory import CompiledStepFactory, Objective
+    import hvdtrain
+    from hvdtrain.training.inputs import training_data
 
-    metrics = options.get("metrics", ())
-    chosen = step_options({name: value for name, value in options.items() if name != "metrics"})
-    model = built_model(lambda: build(name), chosen)
-    optimizer = with_loss_scaling(optimizer or keras.optimizers.SGD(0.01), model)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    count = microbatch * chosen.accumulate
-    x, y = map(tf.constant, samples(name, count))
-    batch = Batch(x, y, None, 1.0, count * backend.size, finite=True)
-    steps = CompiledStepFactory(backend, model, optimizer, Objective(loss, metrics), chosen)
-    steps.build(batch, training=True)
-    rule = steps.update_rule()
-    state = TrainState(model, optimizer, 0, slots=rule.named_tensors)
-    compiled = steps.train_step(state, rule, batch.global_samples, epoch_metrics=bool(metrics))
+    made = optimizer or keras.optimizers.SGD(0.01)
+    trainer = hvdtrain.Trainer(lambda: build(name), made, loss, backend=backend, **options)
+    count = microbatch * trainer.options.accumulate * backend.size
+    data = training_data(samples(name, count), backend, batch=count, seed=0, shuffle=False, steps_per_epoch=None)
+    trainer.build(data)
+    trainer.broadcast_state()
+    compiled, batch = trainer.compiled_step(data), next(iter(data.batches(0)))
 
     def step() -> Any:
         return compiled(batch, measure=False).totals
 
-    step.rule = rule  # type: ignore[attr-defined]
+    step.rule = trainer.rule  # type: ignore[attr-defined]
     return step
 
 
