@@ -93,6 +93,7 @@ class Metered:
 
     def __init__(self, data: TrainingData, timing: Timing, served: ServedProcesses) -> None:
         self.steps_per_epoch = data.steps_per_epoch
+        self.pass_steps = data.pass_steps
         self.batch = data.batch
         self.remedy = data.remedy
         self._looks: list[tuple[Usage, int]] = []

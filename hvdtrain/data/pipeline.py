@@ -43,6 +43,8 @@ class TrainingData(Protocol):
     """An endless stream of this replica's slices of global batches."""
 
     steps_per_epoch: int
+    pass_steps: int | None
+    """Steps of a pass over the samples; None if unknown, infinite or not to be compared with an epoch's."""
     batch: int
     """Samples of a full global batch."""
     remedy: str
@@ -50,6 +52,16 @@ class TrainingData(Protocol):
 
     def batches(self, start_step: int) -> Iterator[Batch]:
         """Yield this replica's slices from step `start_step` (counted from 0) on, endlessly."""
+
+
+def check_passes(data: TrainingData, total_steps: int) -> None:
+    """Verify that no pass over the samples ends within an epoch. Raises ConfigError naming both lengths."""
+    steps, whole = data.steps_per_epoch, data.pass_steps
+    if whole is not None and whole % steps and total_steps > whole:
+        raise ConfigError(
+            f"A pass over the data has {whole} steps, which {opt('steps_per_epoch', steps)} does not divide: Keras "
+            "would interrupt an epoch where the data run out. Use a divisor, leave it out, or repeat() the Dataset."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +113,7 @@ class SourceTraining:
         steps_per_epoch: steps after which an epoch ends within a pass over the samples; default: a whole pass.
 
     Raises:
-        ConfigError: the batch does not divide among the replicas, or a pass not into epochs.
+        ConfigError: the batch does not divide among the replicas.
     """
 
     def __init__(
@@ -128,22 +140,14 @@ class SourceTraining:
             else Order(samples=source.size, batch=batch, seed=seed, shuffle=shuffle, tail=tail)
         )
         self.batch = batch
-        self.steps_per_epoch = self._steps_per_epoch(steps_per_epoch)
+        self.pass_steps: int | None = self.order.steps_per_epoch
+        self.steps_per_epoch = steps_per_epoch or self.pass_steps
         self.source = source
         self.remedy = remedy
         self.read_options = read_options or ReadOptions()
         self.bad = BadRecords(source, self.read_options.tolerated, gather)
         self._index = index
         self._size = size
-
-    def _steps_per_epoch(self, given: int | None) -> int:
-        steps = self.order.steps_per_epoch
-        if given is None or steps % given == 0:
-            return given or steps
-        raise ConfigError(
-            f"A pass over the data has {steps} steps, which {opt('steps_per_epoch', given)} does not divide: "
-            "Keras would interrupt an epoch where the data run out. Use a divisor, or leave it out."
-        )
 
     def batches(self, start_step: int) -> Iterator[Batch]:
         """Yield this replica's slices from step `start_step` on, endlessly.

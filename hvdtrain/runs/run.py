@@ -16,7 +16,7 @@ from hvdtrain.config.errors import CheckpointError, ConfigError
 from hvdtrain.config.observability import trace_config
 from hvdtrain.config.run import Config
 from hvdtrain.data.identity import Identity, identity_of
-from hvdtrain.data.pipeline import SourceTraining
+from hvdtrain.data.pipeline import SourceTraining, check_passes
 from hvdtrain.models.registry import model_family
 from hvdtrain.observability.events import Observer
 from hvdtrain.runs.description import describe_run
@@ -104,6 +104,7 @@ def _train(
     data = source.training
     tolerant = data if isinstance(data, SourceTraining) else None
     plan = _plan(config, data.steps_per_epoch)
+    check_passes(data, plan.total_steps)
     trainer = run_trainer(config, source, backend)
     trainer.build(data)
     folder, first, kept = RunFolder(path), backend.primary, config.checkpoint

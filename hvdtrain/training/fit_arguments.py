@@ -14,7 +14,7 @@ from hvdtrain.config.checkpoint import Checkpoint
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.batch import Batch
-from hvdtrain.data.pipeline import TrainingData
+from hvdtrain.data.pipeline import TrainingData, check_passes
 from hvdtrain.data.streams.python_batches import as_function, is_stream
 from hvdtrain.state.scalars import Scalars
 from hvdtrain.training.inputs import (
@@ -107,6 +107,7 @@ class FitArguments:
             shuffle=bool(self.shuffle),
             steps_per_epoch=self.steps_per_epoch,
         )
+        check_passes(training, self.epochs * training.steps_per_epoch)
         if held_out is None:
             return training, None
         per_rank = self.validation_batch_size or (self.batch_size if self.validation_batch is None else None)

@@ -94,6 +94,7 @@ def training_data(
     seed: int,
     shuffle: bool,
     steps_per_epoch: int | None,
+    starts_over: bool = False,
 ) -> TrainingData:
     """Return the stream of this replica's batches of `data`. Collective.
 
@@ -104,7 +105,8 @@ def training_data(
         batch: samples of a global batch; None for batched data.
         seed: of the order of arrays, and of a PyDataset's batches.
         shuffle: whether to shuffle these; other data keep their own order.
-        steps_per_epoch: steps per epoch of infinite data, or of arrays if an epoch is a part of a pass.
+        steps_per_epoch: steps per epoch of infinite data, or of others if an epoch is a part of a pass.
+        starts_over: whether a Dataset's pass may end within an epoch.
 
     Raises:
         ConfigError: a missing batch, or one that is not divisible by the replicas.
@@ -112,7 +114,8 @@ def training_data(
     """
     data, change = data if isinstance(data, WeightedBatches) else (data, None)
     if isinstance(data, tf.data.Dataset):
-        return _dataset(data, change, backend, batch=batch, steps_per_epoch=steps_per_epoch)
+        options = {"steps_per_epoch": steps_per_epoch, "starts_over": starts_over}
+        return _dataset(data, change, backend, batch=batch, **options)
     if is_stream(data):
         return _stream(data, change, backend, batch=batch, seed=seed, shuffle=shuffle, steps_per_epoch=steps_per_epoch)
     if batch is None:
@@ -143,7 +146,7 @@ def _dataset(
     backend: Backend,
     *,
     batch: int | None,
-    steps_per_epoch: int | None,
+    **options: Any,
 ) -> DatasetTraining:
     dataset = data if batch is None else data.batch(batch)
     if backend.job_size > 1:
@@ -151,7 +154,7 @@ def _dataset(
     found, shards = first_and_shards(dataset, backend.process, backend.processes, owner=data)
     first = _checked(found, backend.processes)
     cut = _cut(dataset, batch or count_of(first), backend, change)
-    sliced = DatasetTraining(dataset, cut, steps_per_epoch=steps_per_epoch, shards=shards)
+    sliced = DatasetTraining(dataset, cut, shards=shards, **options)
     length = length_of(dataset)
     everyone = _check_same_batches(
         "a Dataset",
@@ -164,7 +167,7 @@ def _dataset(
         parts=parts_of(first) if backend.job_size > 1 and draws(dataset) else [],
     )
     if shards is not None and not all(given.sharded for given in everyone):
-        return DatasetTraining(dataset, cut, steps_per_epoch=steps_per_epoch)
+        return DatasetTraining(dataset, cut, **options)
     return sliced
 
 
@@ -367,7 +370,7 @@ def rank_training_data(
     rows = None if batch is None else per_replica(batch, backend.data_parallel.size)
     mine: TrainingData | None
     try:
-        mine = training_data(data, SingleBackend(current()), batch=rows, **options)
+        mine = training_data(data, SingleBackend(current()), batch=rows, starts_over=True, **options)
     except NoSamplesError:
         mine = None
     first = None if mine is None else next(mine.batches(0))

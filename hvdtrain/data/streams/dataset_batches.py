@@ -5,7 +5,7 @@ from functools import partial
 
 import tensorflow as tf
 
-from hvdtrain.config.errors import ConfigError, NoSamplesError, opt
+from hvdtrain.config.errors import ConfigError, DataError, NoSamplesError, opt
 from hvdtrain.data.batch import Batch, Change, as_batch
 from hvdtrain.data.pipeline import PREFETCH, no_autograph, sliced
 from hvdtrain.data.streams.python_batches import Cut, FirstPass, name_of
@@ -23,6 +23,7 @@ class DatasetTraining:
         cut: this replica's slice.
         steps_per_epoch: required if the dataset is infinite; counted if None.
         shards: the same dataset, sharded at its source; None where it cannot be.
+        starts_over: whether a pass may end within an epoch.
     """
 
     remedy = (
@@ -37,6 +38,7 @@ class DatasetTraining:
         *,
         steps_per_epoch: int | None = None,
         shards: ShardedDataset | None = None,
+        starts_over: bool = False,
     ) -> None:
         self.batch = cut.batch
         self._size = cut.size
@@ -46,14 +48,29 @@ class DatasetTraining:
             self._slices = self._slices.map(no_autograph(partial(_changed, cut.change)))
         self.first_pass: FirstPass | None = None
         """The pass that counted the batches, where one had to."""
+        self.pass_steps: int | None = None if starts_over else length_of(dataset)
         self.steps_per_epoch = steps_per_epoch or self._count(dataset, shards)
+        self._may_run_out = bool(steps_per_epoch and not starts_over and _unknown_length(dataset))
 
     def batches(self, start_step: int) -> Iterator[Batch]:
         if self.first_pass is not None and self.first_pass.kept:
             yield from map(self._with_static_values, self.first_pass.take(start_step))
             # The pass that counted is the first epoch, also where training goes on behind it.
             start_step = max(0, start_step - self.steps_per_epoch)
-        yield from map(self._with_static_values, _repeated(self._slices).skip(start_step))
+        if self._may_run_out:
+            yield from map(self._with_static_values, self._while_whole(start_step))
+        else:
+            yield from map(self._with_static_values, _repeated(self._slices).skip(start_step))
+
+    def _while_whole(self, start_step: int) -> Iterator[Batch]:
+        """Yield the batches from `start_step` on. Raises DataError if a pass ends within an epoch."""
+        for step, (place, batch) in enumerate(_repeated(self._slices.enumerate()).skip(start_step), start_step):
+            if step % self.steps_per_epoch and not int(place):
+                raise DataError(
+                    f"The dataset ran out after {step} batches, within an epoch of {self.steps_per_epoch} steps, where "
+                    f"Keras would interrupt the epoch: repeat() it, or pass another {opt('steps_per_epoch')}."
+                )
+            yield batch
 
     def sample(self) -> Batch:
         """Return a representative batch, without read-ahead.
@@ -95,6 +112,10 @@ def _repeated(slices: tf.data.Dataset) -> tf.data.Dataset:
     options = tf.data.Options()
     options.experimental_optimization.inject_prefetch = False
     return slices.prefetch(PREFETCH).repeat().with_options(options)
+
+
+def _unknown_length(dataset: tf.data.Dataset) -> bool:
+    return bool(dataset.cardinality() == tf.data.UNKNOWN_CARDINALITY)
 
 
 def evaluation_of_dataset(

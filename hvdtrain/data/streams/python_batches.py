@@ -157,10 +157,10 @@ class PyDatasetTraining:
         cut: takes this replica's slice.
         seed: seed of the order, combined with the epoch.
         shuffle: visit the batches in a new order every epoch; not for an infinite data set.
-        steps_per_epoch: required if `num_batches` is None.
+        steps_per_epoch: required if `num_batches` is None; else an epoch may be a part of a pass.
 
     Raises:
-        ConfigError: steps_per_epoch is missing, or superfluous.
+        ConfigError: steps_per_epoch is missing.
     """
 
     remedy = "What helps: more workers=… of the PyDataset, and less work in its __getitem__."
@@ -177,12 +177,10 @@ class PyDatasetTraining:
         count = dataset.num_batches
         if count is None and steps_per_epoch is None:
             raise ConfigError(f"{cut.name} never ends (num_batches is None): pass {opt('steps_per_epoch', 'N')}.")
-        if count is not None and steps_per_epoch is not None:
-            raise ConfigError(f"steps_per_epoch is for data that do not end; {cut.name} has {count} batches.")
         self.batch = cut.batch
-        self.steps_per_epoch = int(count or steps_per_epoch or 0)
+        self.pass_steps: int | None = count
+        self.steps_per_epoch = int(steps_per_epoch or count or 0)
         self._dataset = dataset
-        self._endless = count is None
         self._cut = cut
         self._seed = seed
         self._shuffle = shuffle
@@ -203,12 +201,11 @@ class PyDatasetTraining:
 
     def numbers(self, epoch: int) -> np.ndarray:
         """Return the batch numbers [steps_per_epoch] of `epoch`, in order."""
-        if self._endless:
-            return np.arange(epoch * self.steps_per_epoch, (epoch + 1) * self.steps_per_epoch)
-        if not self._shuffle:
-            return np.arange(self.steps_per_epoch)
-        order = Order(self.steps_per_epoch, 1, self._seed)
-        return order.numbers(epoch, np.arange(self.steps_per_epoch)).numpy()
+        numbers = np.arange(epoch * self.steps_per_epoch, (epoch + 1) * self.steps_per_epoch)
+        if self.pass_steps is None:
+            return numbers
+        order = Order(self.pass_steps, 1, self._seed, shuffle=self._shuffle)
+        return order.numbers(numbers[0] // self.pass_steps, numbers % self.pass_steps).numpy()
 
     def _epoch(self, epoch: int, within: int) -> Iterator[Batch]:
         self._dataset.on_epoch_begin()
@@ -238,6 +235,7 @@ class GeneratorTraining:
     """
 
     remedy = "What helps: a keras.utils.PyDataset with workers=…, which makes several batches at a time."
+    pass_steps: int | None = None
 
     def __init__(
         self,

@@ -44,6 +44,7 @@ class RankTraining:
     """
 
     notes = (NOTE,)
+    pass_steps: int | None = None
 
     def __init__(self, mine: TrainingData | None, agreed: Agreed, size: int) -> None:
         self.batch = agreed.rows * size

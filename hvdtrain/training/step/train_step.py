@@ -1,5 +1,6 @@
 """One optimizer step as one compiled function: forward, backward, reduction, update."""
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
@@ -48,6 +49,8 @@ class GraphCache:
         return len(self._graphs)
 
     def __del__(self) -> None:
+        if sys.is_finalizing():
+            return
         for graph in self._graphs.values():
             release(graph)
 

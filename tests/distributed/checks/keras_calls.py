@@ -95,12 +95,18 @@ def check_single_batches_are_those_of_keras(world: World) -> None:
 
 @worlds("mpirun-2", extended=True, why="the data's place in passes")
 def check_epochs_within_a_pass_are_those_of_keras(world: World) -> None:
-    for arguments in ({"batch_size": 4, "steps_per_epoch": 3}, {"steps_per_epoch": 11}):
+    for arguments in (
+        lambda: {"x": X, "y": Y, "batch_size": 4, "steps_per_epoch": 3},
+        lambda: {"x": X, "y": Y, "steps_per_epoch": 11},
+        lambda: {"x": Batches(), "steps_per_epoch": 6},
+        lambda: {"x": Batches(), "steps_per_epoch": 2},
+        lambda: {"x": tf.data.Dataset.from_tensor_slices((X, Y)).batch(4), "steps_per_epoch": 2},
+    ):
         assert_trained_as_keras(
             world,
             dense,
             lambda: {"optimizer": keras.optimizers.SGD(0.1), "loss": "mse"},
-            lambda arguments=arguments: {"x": X, "y": Y, "shuffle": False, "epochs": 3, **arguments},
+            lambda arguments=arguments: {"shuffle": False, "epochs": 3, **arguments()},
         )
 
 

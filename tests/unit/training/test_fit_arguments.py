@@ -161,6 +161,55 @@ def test_a_generator_object_is_read_on_through_the_epochs():
     assert weighted.history["loss"] != result.history["loss"][:1]
 
 
+class PyBatches(keras.utils.PyDataset):
+    num_batches = 6
+
+    def __getitem__(self, index):
+        return X[8 * index : 8 * index + 8], Y[8 * index : 8 * index + 8]
+
+
+FINITE = {
+    "arrays": lambda: {"x": X[:48], "y": Y[:48], "batch_size": 8},
+    "Dataset": lambda: {"x": tf.data.Dataset.from_tensor_slices((X[:48], Y[:48])).batch(8)},
+    "Dataset of unknown length": lambda: {"x": unknown_length()},
+    "PyDataset": lambda: {"x": PyBatches()},
+}
+
+
+def unknown_length():
+    return tf.data.Dataset.from_tensor_slices((X[:48], Y[:48])).batch(8).filter(lambda *_: True)
+
+
+# Of data of unknown length Keras learns only after a pass that it has ended: the next epoch is empty, with a loss of 0.
+OF_KNOWN_LENGTH = [kind for kind in FINITE if "unknown" not in kind]
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps", "epochs"),
+    [
+        *((kind, *lengths) for kind in OF_KNOWN_LENGTH for lengths in [(6, 2), (3, 4)]),
+        *((kind, 4, 1) for kind in FINITE),
+    ],
+)
+def test_epochs_of_so_many_steps_are_those_of_keras(kind, steps, epochs):
+    arguments = {"steps_per_epoch": steps, "epochs": epochs, "shuffle": False, "verbose": 0}
+    model, trainer = compiled(), trainer_of()
+    theirs = model.fit(**FINITE[kind](), **arguments)
+    ours = trainer.fit(**FINITE[kind](), **arguments)
+    np.testing.assert_allclose(ours.history["loss"], theirs.history["loss"], rtol=1e-5)
+    np.testing.assert_allclose(trainer.model.get_weights()[0], model.get_weights()[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", FINITE)
+@pytest.mark.parametrize("steps", [4, 7])
+def test_a_pass_that_ends_within_an_epoch_is_refused(kind, steps):
+    whole = (
+        "The dataset ran out after 6 batches, within" if "unknown" in kind else "has 6 steps, which steps_per_epoch="
+    )
+    with pytest.raises(DataError if "unknown" in kind else ConfigError, match=whole):
+        trainer_of().fit(**FINITE[kind](), steps_per_epoch=steps, epochs=3, shuffle=False, verbose=0)
+
+
 def test_a_generator_object_that_ends_too_early_is_named():
     with pytest.raises(DataError, match="batches ended before the training did"):
         trainer_of().fit(batches(), steps_per_epoch=3, epochs=3, verbose=0)

@@ -143,11 +143,18 @@ def test_an_endless_data_set_goes_on_counting():
     assert taken(data, 2, start=5) == [[n % COUNT for n in range(i * BATCH, (i + 1) * BATCH)] for i in (5, 6)]
 
 
-def test_steps_per_epoch_is_for_data_without_end():
+def test_data_without_end_need_steps_per_epoch():
     with pytest.raises(ConfigError, match=r"Batches never ends .* pass steps_per_epoch"):
         py_training(Batches(endless=True))
-    with pytest.raises(ConfigError, match="Batches has 4 batches"):
-        py_training(steps_per_epoch=2)
+
+
+def test_epochs_may_be_parts_of_a_pass():
+    dataset = Batches(200, 4)
+    data = py_training(dataset, batch=4, seed=3, shuffle=True, steps_per_epoch=25)
+    whole = py_training(Batches(200, 4), batch=4, seed=3, shuffle=True)
+    assert [*data.numbers(2), *data.numbers(3)] == whole.numbers(1).tolist()
+    taken(data, 60)
+    assert [read for kind, read in dataset.told if kind == "end"] == [25, 50]
 
 
 def test_epochs_begin_and_end_where_the_steps_do():
