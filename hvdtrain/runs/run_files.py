@@ -196,9 +196,11 @@ def _write_end(folder: RunFolder, config: Config, trainer: Trainer, summary: dic
         )
     else:
         with trainer.averaged_weights(), draft_of(folder.model) as draft:
-            # Converted layers are converted back, so that the model loads without this package.
+            # The model loads without this package: layers are converted back, and schedules of the rate left out.
             model = without_sync_batch_norm(trainer.model) if config.training.sync_batch_norm else trainer.model
+            compiled, model.compiled = model.compiled, False
             model.save(draft)
+            model.compiled = compiled
     if config.observability.plots and has_package("matplotlib", "curves.png", "plots") and folder.metrics.exists():
         draw_curves(folder.metrics, folder.curves, title=_title(summary))
     write_json(folder.summary, summary)
