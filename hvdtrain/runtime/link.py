@@ -5,6 +5,7 @@ import os
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -31,6 +32,8 @@ from hvdtrain.runtime.tuning import set_exchange_defaults
 
 _LOOKS_A_SECOND = 500
 """Looks of all ranks together. On 2 cores the store of horovodrun answered 2,900 requests a second."""
+_TRIES = 3
+"""Looks in a row that may fail: the stacks that a watch reads are those of threads that run meanwhile."""
 
 
 class Watch(Protocol):
@@ -59,6 +62,8 @@ class Watchdog:
         self._watches: tuple[Watch, ...] = ()
         self._changing = threading.Lock()
         """Held while `_watches` is replaced, by this thread or by one that adds or stops."""
+        self._failures: Counter[int] = Counter()
+        """Looks that failed since one did not, by the watch's id."""
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hvdtrain-watchdog", daemon=True)
 
@@ -103,12 +108,16 @@ class Watchdog:
                         self._watches = tuple(each for each in self._watches if each is not watch)
 
     def _look_at(self, watch: Watch) -> bool:
-        """Look once; return False if it failed, which must end neither the job nor the watch for failures."""
+        """Look once; return False if it fails again and again. That ends neither the job nor the watch for failures."""
         try:
             watch.look(time.monotonic())
         except Exception:
+            self._failures[id(watch)] += 1
+            if self._failures[id(watch)] < _TRIES:
+                return True
             LOGGER.warning(f"{type(watch).__name__} watches no more:\n{traceback.format_exc()}")
             return False
+        self._failures[id(watch)] = 0
         return True
 
 
