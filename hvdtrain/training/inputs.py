@@ -174,7 +174,7 @@ def _dataset(
 def _cut(data: Any, batch: int, backend: Backend, change: Change | None) -> Cut:
     """Return what takes this replica's slice of global batches. Raises ConfigError for a batch that does not divide."""
     per_replica(batch, backend.data_parallel.size, uneven=backend.capabilities.uneven)
-    return Cut(batch, backend.process, backend.processes, name_of(data), change)
+    return Cut(batch, index=backend.process, size=backend.processes, name=name_of(data), change=change)
 
 
 def _stream(

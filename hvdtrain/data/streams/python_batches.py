@@ -300,7 +300,7 @@ class StreamEvaluation:
         if isinstance(data, keras.utils.PyDataset) and data.num_batches is None:
             raise ConfigError(f"{name_of(data)} never ends (num_batches is None): pass {opt('validation_steps', 'N')}.")
         self._data = data
-        self._cut = Cut(0, index, size, name_of(data))
+        self._cut = Cut(0, index=index, size=size, name=name_of(data))
 
     def __iter__(self) -> Iterator[Batch]:
         if isinstance(self._data, keras.utils.PyDataset):

@@ -118,7 +118,13 @@ def callbacks_of_all(
     if not needs.anything:
         return None
     return KerasCallbacks(
-        callbacks, needs, model, backend, params, averaged_weights=averaged_weights, add_history=add_history
+        callbacks,
+        needs,
+        model,
+        backend=backend,
+        params=params,
+        averaged_weights=averaged_weights,
+        add_history=add_history,
     )
 
 

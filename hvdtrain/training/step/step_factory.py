@@ -256,7 +256,8 @@ class KerasStepFactory:
 
     def _new_step(self, state: TrainState, rule: UpdateRule, microbatch: int | None) -> CompiledStep:
         if self._several:
-            return OptimizersStep(self._backend, state, self._exchanging(), self._logs, rule, kinds=self._kinds)
+            exchange = self._exchanging()
+            return OptimizersStep(self._backend, state, exchange, logs=self._logs, rule=rule, kinds=self._kinds)
         passes = ForwardBackward(
             self._backend,
             state,

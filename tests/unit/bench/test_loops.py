@@ -87,7 +87,7 @@ def test_without_an_update_the_gradients_are_there_and_nothing_changes():
 
 def test_usage_is_noted_between_the_counted_steps(monkeypatch):
     class Data:
-        steps_per_epoch, batch, remedy = 5, 8, ""
+        steps_per_epoch, pass_steps, batch, remedy = 5, 5, 8, ""
 
         def batches(self, start_step):
             while True:

@@ -1,6 +1,7 @@
 """What hvdtrain takes for granted about Horovod and mpi4py, as far as one process shows."""
 
 import ctypes
+import inspect
 import os
 import sys
 from types import ModuleType
@@ -49,6 +50,12 @@ def adds_an_op():
     assert (op.type, made.shape[1]) == ("HorovodReducescatter", 3)
     op, made = op_of(compat.grouped_reduce_scatter, lambda x: [x, x])
     assert (op.type, len(made)) == ("HorovodGroupedReducescatter", 2)
+
+
+@CONTRACTS.of(compat.bare_reductions)
+def has_bare_reductions():
+    for op in compat.bare_reductions():
+        assert {"name", "op", "prescale_factor", "postscale_factor"} <= set(inspect.signature(op).parameters)
 
 
 @CONTRACTS.of(compat.keras_callbacks)
