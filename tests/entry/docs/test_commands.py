@@ -55,6 +55,18 @@ def test_the_readmes_script_trains(tmp_path):
 
 
 @pytest.mark.extended
+@pytest.mark.parametrize(("package", "alike"), [("horovod.tensorflow.keras", False), ("hvdtrain.horovod.keras", True)])
+def test_ranks_of_the_readmes_script_agree_here_and_not_with_plain_horovod(package, alike, tmp_path):
+    (script,) = (block for block in blocks_of("README.md", "python") if "hvd.rank()" in block.text)
+    imports = f"import keras\nimport numpy as np\nimport {package} as hvd\n"
+    (tmp_path / "script.py").write_text(imports + script.text)
+    job = shell("horovodrun -np 2 python script.py", tmp_path)
+    weights = re.findall(r"rank \d (\[.*\])", job.out)
+    assert len(weights) == 2, job.out
+    assert (weights[0] == weights[1]) is alike
+
+
+@pytest.mark.extended
 def test_the_options_page_from_its_top_to_its_bottom(tmp_path):
     printed = follow(FOLLOWED[0], tmp_path)
     (own,) = (out for command, out in printed.items() if "mypkg" in command)
