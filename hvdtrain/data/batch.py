@@ -104,7 +104,7 @@ def part_of(batch: Batch, bounds: Callable[[int], tuple[int, int]]) -> Batch | N
             raise ValueError("tensors differ in length")
         count = lengths.pop() if lengths else 0
         first, last = (tf.constant(bound, tf.int64) for bound in bounds(count))
-        return map_tensors(lambda tensor: _rows(tensor, first, last), part)
+        return map_tensors(lambda tensor: rows_between(tensor, first, last), part)
 
     samples = (batch.inputs, batch.targets, batch.sample_weight)
     try:
@@ -162,7 +162,7 @@ def slice_batch(element: Any, index: int, size: int) -> Batch:
         checked = tf.debugging.Assert(fits, [_UNEQUAL, rows_of(tensor), length, total])
         with tf.control_dependencies([] if checked is None else [checked]):
             first, last, _ = slice_bounds_of_tensor(length, index, size)
-            return _rows(tensor, first, last)
+            return rows_between(tensor, first, last)
 
     return as_batch(tuple(map(cut, element)) if zipped else cut(element), has_samples, tf.cast(total, tf.int32))
 
@@ -193,7 +193,8 @@ def rows_of(tensor: Any) -> tf.Tensor:
     return tf.shape(tensor, out_type=tf.int64)[0]
 
 
-def _rows(tensor: Any, first: tf.Tensor, last: tf.Tensor) -> Any:
+def rows_between(tensor: Any, first: Any, last: Any) -> Any:
+    """Return rows `first` to `last` - 1 of an array or a tensor, which may be ragged or sparse."""
     if not isinstance(tensor, tf.SparseTensor):
         return tensor[first:last]
     shape = tensor.dense_shape

@@ -20,6 +20,7 @@ from hvdtrain.data.batch import Batch, as_batch, packed, per_replica, slice_batc
 from hvdtrain.data.file_order import FileOrder
 from hvdtrain.data.order import Order
 from hvdtrain.data.source import Source, with_static_shapes
+from hvdtrain.runtime.logs import warn_on_first
 
 PREFETCH = 4
 UNREADABLE = (tf.errors.OpError, UnicodeDecodeError)
@@ -62,6 +63,16 @@ def check_passes(data: TrainingData, total_steps: int) -> None:
             f"A pass over the data has {whole} steps, which {opt('steps_per_epoch', steps)} does not divide: Keras "
             "would interrupt an epoch where the data run out. Use a divisor, leave it out, or repeat() the Dataset."
         )
+
+
+def steps_of_epoch(given: int | None, whole: int) -> int:
+    """Return the steps of an epoch: those `given`, but at most those of a `whole` pass, as in Keras."""
+    if given is not None and given > whole:
+        warn_on_first(
+            f"steps_per_epoch={given}: the data run out after {whole} steps, and each epoch ends there, as in Keras.",
+            stacklevel=3,
+        )
+    return min(given or whole, whole)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +152,7 @@ class SourceTraining:
         )
         self.batch = batch
         self.pass_steps: int | None = self.order.steps_per_epoch
-        self.steps_per_epoch = steps_per_epoch or self.pass_steps
+        self.steps_per_epoch = steps_of_epoch(steps_per_epoch, self.order.steps_per_epoch)
         self.source = source
         self.remedy = remedy
         self.read_options = read_options or ReadOptions()

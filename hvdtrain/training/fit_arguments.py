@@ -16,6 +16,7 @@ from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.pipeline import TrainingData, check_passes
 from hvdtrain.data.streams.python_batches import as_function, is_stream
+from hvdtrain.runtime.logs import warn_on_first
 from hvdtrain.state.scalars import Scalars
 from hvdtrain.training.inputs import (
     as_source,
@@ -125,6 +126,14 @@ class FitArguments:
             validation_freq=int(freq) if isinstance(freq, int | np.integer) else tuple(int(epoch) for epoch in freq),
             epoch_offset=-scalars.epochs_before,
         )
+
+
+def at_most_of_keras(name: str, given: Any, most: int | None) -> Any:
+    """Return a number of epochs or steps as `keras.config` limits it, with Keras' warning."""
+    if not most or (given and given <= most):
+        return given
+    warn_on_first(f"Limiting {name} to {most}", stacklevel=3)
+    return most
 
 
 _COUNTS = (

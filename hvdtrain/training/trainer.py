@@ -8,6 +8,8 @@ from contextlib import nullcontext
 from os import PathLike
 from typing import Any
 
+import keras
+
 from hvdtrain.config.checkpoint import Checkpoint
 from hvdtrain.config.elastic import COMMIT_EVERY, check_commits
 from hvdtrain.config.errors import ConfigError, opt
@@ -20,6 +22,7 @@ from hvdtrain.training.evaluation.predict import build_for, own_outputs, predict
 from hvdtrain.training.fit_arguments import (
     VALIDATION_BATCH,
     FitArguments,
+    at_most_of_keras,
     check_counts,
     check_shard,
     combined,
@@ -143,6 +146,11 @@ class Trainer(FittingTrainer):
             DataError: unusable data.
             BadStepError: the loss became NaN or infinite (NonFiniteError), or a spike (option `on_bad_step`).
         """
+        epochs = at_most_of_keras("epochs", epochs, keras.config.max_epochs())
+        most = keras.config.max_steps_per_epoch()
+        steps_per_epoch = at_most_of_keras("steps_per_epoch", steps_per_epoch, most)
+        if validation_data is not None:
+            validation_steps = at_most_of_keras("validation_steps", validation_steps, most)
         arguments = FitArguments(
             x=x,
             y=y,
@@ -208,6 +216,7 @@ class Trainer(FittingTrainer):
             ConfigError: ranks that make another call, or with other arguments.
             DataError: unusable data.
         """
+        steps = at_most_of_keras("steps", steps, keras.config.max_steps_per_epoch())
         sizes = {"batch_size": batch_size, "batch": batch, "steps": steps}
         given = {"x": x, "y": y, "sample_weight": sample_weight, "callbacks": bool(callbacks), "shard": shard}
         agree_on_call(self.backend, "evaluate", {**given, **sizes})
@@ -250,6 +259,7 @@ class Trainer(FittingTrainer):
             ConfigError: ranks that make another call, or with other arguments.
             DataError: no inputs, or ranks with different inputs.
         """
+        steps = at_most_of_keras("steps", steps, keras.config.max_steps_per_epoch())
         sizes = {"batch_size": batch_size, "batch": batch, "steps": steps}
         agree_on_call(self.backend, "predict", {"x": x, "callbacks": bool(callbacks), "shard": shard, **sizes})
         check_counts(sizes)

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError, DataError, NoSamplesError, opt
 from hvdtrain.data.batch import Batch, Change, as_batch
-from hvdtrain.data.pipeline import PREFETCH, no_autograph, sliced
+from hvdtrain.data.pipeline import PREFETCH, no_autograph, sliced, steps_of_epoch
 from hvdtrain.data.streams.python_batches import Cut, FirstPass, name_of
 from hvdtrain.data.streams.sharded_dataset import ShardedDataset, length_of
 
@@ -49,7 +49,11 @@ class DatasetTraining:
         self.first_pass: FirstPass | None = None
         """The pass that counted the batches, where one had to."""
         self.pass_steps: int | None = None if starts_over else length_of(dataset)
-        self.steps_per_epoch = steps_per_epoch or self._count(dataset, shards)
+        if steps_per_epoch is None:
+            self.steps_per_epoch = self._count(dataset, shards)
+        else:
+            whole = self.pass_steps
+            self.steps_per_epoch = steps_per_epoch if whole is None else steps_of_epoch(steps_per_epoch, whole)
         self._may_run_out = bool(steps_per_epoch and not starts_over and _unknown_length(dataset))
 
     def batches(self, start_step: int) -> Iterator[Batch]:

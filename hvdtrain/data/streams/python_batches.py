@@ -18,10 +18,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.compat.keras import sparse_tensor
 from hvdtrain.config.errors import ConfigError, DataError, NoSamplesError, opt
 from hvdtrain.data.arrays import nest_of
-from hvdtrain.data.batch import Batch, Change, as_batch, map_tensors, slice_bounds, tensors_in
+from hvdtrain.data.batch import Batch, Change, as_batch, map_tensors, rows_between, rows_of, slice_bounds, tensors_in
 from hvdtrain.data.order import Order
+from hvdtrain.data.pipeline import steps_of_epoch
 from hvdtrain.runtime.logs import warn_on_first
 
 PREFETCH = 4
@@ -52,11 +54,24 @@ def standard(element: Any, name: str) -> Any:
             f"{name} must give batches (inputs, targets), (inputs, targets, sample_weight) or inputs alone. "
             f"Received: {type(element).__name__}{f' of {len(element)}' if hasattr(element, '__len__') else ''}."
         )
-    arrays = map_tensors(np.asarray, nest_of(element))
-    lengths = {len(array) if array.ndim else 0 for array in tensors_in(arrays)}
+    arrays = map_tensors(_array, nest_of(element))
+    lengths = {_length(array) for array in tensors_in(arrays)}
     if len(lengths) != 1 or 0 in lengths:
         raise DataError(f"A batch of {name} has arrays of {', '.join(map(str, sorted(lengths)))} samples.")
     return arrays
+
+
+def _array(value: Any) -> Any:
+    """Return an array; of what is ragged or sparse, also SciPy's, TensorFlow's form."""
+    if isinstance(value, tf.RaggedTensor | tf.SparseTensor):
+        return value
+    return sparse_tensor(value) if hasattr(value, "tocsr") else np.asarray(value)
+
+
+def _length(array: Any) -> int:
+    if isinstance(array, np.ndarray):
+        return len(array) if array.ndim else 0
+    return int(rows_of(array))
 
 
 @dataclass(frozen=True)
@@ -87,19 +102,24 @@ class Cut:
         return self._slice(arrays), _checksum(arrays)
 
     def _slice(self, arrays: Any) -> Batch:
-        total = len(tensors_in(arrays)[0])
+        total = _length(tensors_in(arrays)[0])
         first, last, has_samples = slice_bounds(total, self.index, self.size)
-        part = map_tensors(lambda array: tf.convert_to_tensor(array[first:last]), arrays)
+        part = map_tensors(lambda array: _as_tensor(rows_between(array, first, last)), arrays)
         part = part if self.change is None else self.change(*part)
         if total == self.batch:
             return as_batch(part, has_samples, total)
         return as_batch(part, tf.constant(has_samples), tf.constant(total))
 
 
+def _as_tensor(array: Any) -> Any:
+    return tf.convert_to_tensor(array) if isinstance(array, np.ndarray) else array
+
+
 def _checksum(arrays: Any) -> int:
     """Return a checksum of some of the values of each array, from its beginning to its end."""
     found = 0
-    for array in tensors_in(arrays):
+    for each in tf.nest.flatten(tensors_in(arrays), expand_composites=True):
+        array = np.asarray(each)
         some = array.reshape(-1)[:: max(1, array.size // CHECKED_VALUES)]
         found = zlib.crc32(repr(some.tolist()).encode() if some.dtype == object else some.tobytes(), found)
     return found
@@ -179,7 +199,7 @@ class PyDatasetTraining:
             raise ConfigError(f"{cut.name} never ends (num_batches is None): pass {opt('steps_per_epoch', 'N')}.")
         self.batch = cut.batch
         self.pass_steps: int | None = count
-        self.steps_per_epoch = int(steps_per_epoch or count or 0)
+        self.steps_per_epoch = int(steps_per_epoch or 0) if count is None else steps_of_epoch(steps_per_epoch, count)
         self._dataset = dataset
         self._cut = cut
         self._seed = seed

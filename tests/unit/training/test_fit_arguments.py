@@ -5,6 +5,7 @@ import inspect
 import keras
 import numpy as np
 import pytest
+import scipy.sparse
 import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError, DataError
@@ -201,13 +202,64 @@ def test_epochs_of_so_many_steps_are_those_of_keras(kind, steps, epochs):
 
 
 @pytest.mark.parametrize("kind", FINITE)
-@pytest.mark.parametrize("steps", [4, 7])
-def test_a_pass_that_ends_within_an_epoch_is_refused(kind, steps):
-    whole = (
-        "The dataset ran out after 6 batches, within" if "unknown" in kind else "has 6 steps, which steps_per_epoch="
-    )
-    with pytest.raises(DataError if "unknown" in kind else ConfigError, match=whole):
-        trainer_of().fit(**FINITE[kind](), steps_per_epoch=steps, epochs=3, shuffle=False, verbose=0)
+def test_a_pass_that_ends_within_an_epoch_is_refused(kind):
+    error, said = (DataError, "dataset ran out after 6") if "unknown" in kind else (ConfigError, "pass .* has 6 steps")
+    with pytest.raises(error, match=said):
+        trainer_of().fit(**FINITE[kind](), steps_per_epoch=4, epochs=3, shuffle=False, verbose=0)
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.parametrize("kind", [kind for kind in FINITE if "unknown" not in kind])
+def test_epochs_end_with_the_pass_where_they_ask_for_more(kind):
+    arguments = {"steps_per_epoch": 7, "epochs": 2, "shuffle": False, "verbose": 0}
+    model, trainer = compiled(), trainer_of()
+    theirs = model.fit(**FINITE[kind](), **arguments)
+    with pytest.warns(UserWarning, match="steps_per_epoch=7: the data run out after 6 steps"):
+        ours = trainer.fit(**FINITE[kind](), **arguments)
+    np.testing.assert_allclose(ours.history["loss"], theirs.history["loss"], rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:Limiting")
+def test_epochs_and_steps_are_limited_by_keras_configuration():
+    model, trainer, observer = compiled(), trainer_of(), Epochs()
+    keras.config.set_max_epochs(2)
+    keras.config.set_max_steps_per_epoch(2)
+    try:
+        theirs = model.fit(X[:48], Y[:48], batch_size=8, epochs=4, shuffle=False, verbose=0)
+        ours = trainer.fit(X[:48], Y[:48], 8, 4, shuffle=False, verbose=0, callbacks=[observer])
+        figures = [each.evaluate(X, Y, batch_size=8, verbose=0) for each in (model, trainer)]
+    finally:
+        keras.config.set_max_epochs(None)
+        keras.config.set_max_steps_per_epoch(None)
+    assert observer.begun == [0, 1]
+    np.testing.assert_allclose(ours.history["loss"], theirs.history["loss"], rtol=1e-5)
+    np.testing.assert_allclose(figures[1], figures[0], rtol=1e-5)
+
+
+SPARSE = {
+    "TensorFlow's": lambda rows: tf.sparse.from_dense(np.where(rows > 0.3, rows, 0)),
+    "SciPy's": lambda rows: scipy.sparse.csr_matrix(np.where(rows > 0.3, rows, 0)),
+}
+
+
+class SparseBatches(PyBatches):
+    def __init__(self, form):
+        super().__init__()
+        self.form = form
+
+    def __getitem__(self, index):
+        inputs, targets = super().__getitem__(index)
+        return self.form(inputs), targets
+
+
+@pytest.mark.parametrize("form", SPARSE.values(), ids=SPARSE)
+def test_batches_may_be_sparse(form):
+    model, trainer = compiled(), trainer_of()
+    # Keras takes SciPy's matrices from generators and as arrays, not from a PyDataset.
+    theirs = model.fit(SparseBatches(SPARSE["TensorFlow's"]), epochs=2, shuffle=False, verbose=0)
+    ours = trainer.fit(SparseBatches(form), epochs=2, shuffle=False, verbose=0)
+    np.testing.assert_allclose(ours.history["loss"], theirs.history["loss"], rtol=1e-5)
+    np.testing.assert_allclose(trainer.model.get_weights()[0], model.get_weights()[0], rtol=1e-5)
 
 
 def test_a_generator_object_that_ends_too_early_is_named():
