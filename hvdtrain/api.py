@@ -8,12 +8,12 @@ from contextlib import AbstractContextManager
 from dataclasses import fields
 from functools import partial, wraps
 from os import PathLike, fspath
-from pathlib import Path
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from hvdtrain.config.errors import ConfigError, LaunchError, LoneRanksError
-from hvdtrain.config.observability import trace_config
+from hvdtrain.config.observability import traced
+from hvdtrain.config.options import check
 from hvdtrain.config.parallel import parse_axes
 from hvdtrain.config.runtime import BackendName, CommunicationName, HierarchyName, MallocName, RuntimeConfig
 from hvdtrain.runtime.control.channel import end_process
@@ -24,8 +24,8 @@ from hvdtrain.runtime.leaving import UNCLEAR, ExitWatch
 from hvdtrain.runtime.link import Link, open_link
 from hvdtrain.runtime.logs import set_up_logging
 from hvdtrain.runtime.objects import object_of_root, objects_of_all, wait_for_all
-from hvdtrain.runtime.session import Session, current, has_session, new_trace, open_session, set_current
-from hvdtrain.runtime.tracing.trace import traced_step
+from hvdtrain.runtime.session import Session, current, has_session, open_session, set_current
+from hvdtrain.runtime.tracing.trace import Trace, traced_step
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -103,10 +103,10 @@ def init(
     link: Link | None = None
     try:
         config = RuntimeConfig(**{each.name: arguments[each.name] for each in fields(RuntimeConfig)})
-        path = None if timeline is None else Path(timeline)
-        trace = new_trace(trace_config(path, profile, profile_ranks), backend)
+        observed = traced(timeline, profile, profile_ranks)
+        check(config, observed)
         link = open_link(timeout=start_timeout)
-        link.record_to(trace)
+        link.record_to(None if observed.trace is None else Trace(observed.trace))
         session = open_session(link, config)
         session.arguments = arguments
         if session.serves:

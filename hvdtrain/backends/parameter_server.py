@@ -4,17 +4,14 @@ import re
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import fields
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Capabilities
 from hvdtrain.backends.single import NoOpCollectives
 from hvdtrain.compat.keras_variables import disable_gradient_sums
-from hvdtrain.config.errors import ConfigError, LaunchError, opt
-from hvdtrain.config.training import BadStepConfig, ExchangeConfig, UpdateConfig
+from hvdtrain.config.errors import LaunchError, opt
 from hvdtrain.runtime.session import Session
 from hvdtrain.runtime.strategies import SERVER, WORKER, OpenStrategy, Roles
 
@@ -30,13 +27,7 @@ class ParameterServerBackend(NoOpCollectives):
     Variables created within `scope` are placed on the parameter servers.
     """
 
-    # Workers do not communicate with one another, and reach the model's variables only through the servers: XLA
-    # cannot compile that, and gradient sums or random states of a worker would be placed on the chief.
     capabilities = Capabilities(
-        lacks=(
-            *(option.name for part in (ExchangeConfig, UpdateConfig, BadStepConfig) for option in fields(part)),
-            *("sync_batch_norm", "accumulate", "jit", "recompute", "desync_every"),
-        ),
         sends_together=True,
         needs_builders=True,
         asynchronous=True,
@@ -66,13 +57,7 @@ class ParameterServerBackend(NoOpCollectives):
             return step(*args)
 
     def prepare(self, optimizer: Any) -> None:
-        """Disable the optimizer's own gradient aggregation. Raises ConfigError for dynamic loss scaling."""
-        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-            raise ConfigError(
-                f"Dynamic loss scaling is not for {opt('backend', self.name)}, whose workers would change the scale "
-                "while "
-                f"others have yet to divide by it: use {opt('precision', 'mixed_bfloat16')}."
-            )
+        """Disable the optimizer's own gradient aggregation."""
         disable_gradient_sums(optimizer)
 
     def close(self) -> None:

@@ -31,8 +31,6 @@ AXES_OF: Mapping[Among, tuple[str, ...]] = {
 class Capabilities:
     """Capabilities and requirements of a backend."""
 
-    lacks: tuple[str, ...] = ()
-    """Names of unsupported step options."""
     sends_together: bool = False
     """Gradients are reduced in one message, which must not be inside a conditional of the graph."""
     needs_builders: bool = False

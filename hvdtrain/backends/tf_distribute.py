@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import fields
 from typing import Any
 
 import tensorflow as tf
@@ -11,7 +10,6 @@ from hvdtrain.backends.protocol import Among, Capabilities, Collectives, ReduceO
 from hvdtrain.backends.single import NoOpCollectives
 from hvdtrain.compat.keras_variables import disable_gradient_sums
 from hvdtrain.config.errors import ConfigError, opt
-from hvdtrain.config.training import BadStepConfig, UpdateConfig
 from hvdtrain.runtime.session import Session
 from hvdtrain.runtime.strategies import OpenStrategy
 
@@ -24,10 +22,6 @@ class StrategyBackend:
     """
 
     capabilities = Capabilities(
-        lacks=(
-            *("accumulate", "compression", "gradient_groups", "predivide", "sync_batch_norm"),
-            *(option.name for part in (UpdateConfig, BadStepConfig) for option in fields(part)),
-        ),
         sends_together=True,
         needs_builders=True,
     )

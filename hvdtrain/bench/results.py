@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.config.section import section
+from hvdtrain.config.options import section
 from hvdtrain.runtime.diagnosis.machine import first_line
 from hvdtrain.runtime.report import collect_environment, nvidia_gpus
 

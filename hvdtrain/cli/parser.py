@@ -15,8 +15,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
-from hvdtrain.config.errors import ConfigError, UserError
+from hvdtrain.config.errors import ConfigError, UserError, on_command_line
+from hvdtrain.config.facts import described
 from hvdtrain.config.model import Scalar
+from hvdtrain.config.options import declaration_of, limits_of
 from hvdtrain.config.registry import suggestion
 from hvdtrain.config.run import Config
 from hvdtrain.runtime.launchers import detect_environment
@@ -208,6 +210,10 @@ class Option:
     default: Any
     help: str
     """One or several sentences."""
+    rules: str = ""
+    """What it needs and excludes, as sentences with encoded options."""
+    limits: str = ""
+    """Valid numbers, such as "at least 1"."""
 
     @property
     def flag(self) -> str:
@@ -229,6 +235,13 @@ class Option:
         if get_origin(self.kind) is tuple:
             return f"{_WORDS[get_args(self.kind)[0]]} ..."
         return ",".join(self.choices) or _WORDS[self.kind]
+
+    @property
+    def shown_default(self) -> str:
+        """The default as it is typed."""
+        if isinstance(self.default, dict):
+            return " ".join(f"{name} {each}" for name, each in self.default.items()) or "none"
+        return " ".join(map(str, self.default)) or "none" if isinstance(self.default, tuple) else str(self.default)
 
     def add_to(self, parser: Parser, section: str) -> None:
         """Add the option to `parser`, as the attribute `section.field` of what it returns."""
@@ -300,6 +313,8 @@ def options_of(section: Any) -> list[Option]:
                 optional=len(union) > 1,
                 default=default,
                 help=docs.get(field.name, ""),
+                rules=described(declaration_of(field).rules),
+                limits=limits_of(declaration_of(field).within),
             )
         )
     return options
@@ -409,13 +424,9 @@ def group_help(config: Config, group: str) -> str:
 def _group(name: str, section: Any) -> Iterator[str]:
     yield f"{name}: {TITLES[name]}"
     for option in options_of(section):
-        default = option.default
-        if isinstance(default, dict):
-            default = " ".join(f"{name} {each}" for name, each in default.items()) or "none"
-        elif isinstance(default, tuple):
-            default = " ".join(map(str, default)) or "none"
         yield f"  {option.flag} {option.value}"
-        yield from wrapped(f"{option.help} (default: {default})", " " * 6, " " * 6)
+        text = f"{option.help} (default: {option.shown_default}) {on_command_line(option.rules)}"
+        yield from wrapped(text, " " * 6, " " * 6)
 
 
 def wrapped(text: str, first: str = "", later: str = "  ") -> list[str]:

@@ -20,9 +20,10 @@ from hvdtrain.runtime.interrupts import InterruptWatch
 from hvdtrain.runtime.launchers import Environment, detect_environment
 from hvdtrain.runtime.link import INTERRUPTED, Link, open_link
 from hvdtrain.runtime.logs import LOGGER, RankLog
-from hvdtrain.runtime.session import Session, new_trace, open_session, set_current
+from hvdtrain.runtime.session import Session, open_session, set_current
 from hvdtrain.runtime.startup import import_tensorflow
 from hvdtrain.runtime.stopping import Stopped
+from hvdtrain.runtime.tracing.trace import Trace
 
 LINK_TIMEOUT_S = 120.0
 
@@ -51,7 +52,8 @@ def run_on_all_ranks(
 
     def run(link: Link, request: T) -> None:
         runtime, facts = describe(request)
-        link.record_to(link.trace or new_trace(trace(request), runtime.backend))
+        traced = trace(request)
+        link.record_to(link.trace or (None if traced is None else Trace(traced)))
         session = open_session(link, runtime, facts)
         set_current(session)
         try:

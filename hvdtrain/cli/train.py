@@ -11,7 +11,6 @@ from hvdtrain.cli.parser import Parser, group_help, overview, parse_options, sec
 from hvdtrain.cli.running import import_tensorflow_for_cpu, run_here, run_on_all_ranks
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.files import FilesRead, apply_values, digest, read_values
-from hvdtrain.config.observability import TraceConfig, trace_config
 from hvdtrain.config.parallel import DATA_AXES, parse_axes
 from hvdtrain.config.run import NAMED_WITH_ARGUMENTS, Config, without_foreign_arguments
 from hvdtrain.config.runtime import RuntimeConfig
@@ -86,7 +85,7 @@ def main(argv: list[str]) -> int:
         _describe,
         partial(_train, commits),
         elastic=lambda request: request.config.elastic.elastic,
-        trace=_trace,
+        trace=lambda request: request.config.observability.trace,
     )
 
 
@@ -183,11 +182,6 @@ def _describe(request: Request) -> tuple[RuntimeConfig, dict[str, str]]:
     files = {name: str(value) for name, value in vars(request.files).items() if value is not None}
     files.pop("config", None)
     return request.config.processes, {"the configuration": digest(request.config), **files}
-
-
-def _trace(request: Request) -> TraceConfig | None:
-    reported = request.config.observability
-    return trace_config(reported.timeline, reported.profile, reported.profile_ranks)
 
 
 def _train(commits_of_process: "Callable[[], Commits]", session: Session, request: Request) -> None:

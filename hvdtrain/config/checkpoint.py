@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from hvdtrain.config.errors import ConfigError
-from hvdtrain.config.section import section
+from hvdtrain.config.errors import ConfigError, in_script, opt
+from hvdtrain.config.options import excludes, flag, section, validate
 
 ModeName = Literal["auto", "min", "max"]
 
@@ -30,19 +30,12 @@ class BestMetric:
         return value < best if self.mode == "min" else value > best
 
 
-def best_metric(name: str, mode: ModeName, *, option: str) -> BestMetric:
+def best_metric(name: str, mode: ModeName) -> BestMetric:
     """Return the metric `name`; mode `auto` infers the direction from words in the name.
 
-    Args:
-        name: metric name.
-        mode: `min`, `max` or `auto`.
-        option: the mode option's name, for error messages.
-
     Raises:
-        ConfigError: unknown mode, or the direction cannot be inferred.
+        ConfigError: the direction cannot be inferred.
     """
-    if mode not in ("auto", "min", "max"):
-        raise ConfigError(f"{option} must be auto, min or max. Received: {mode!r}.")
     if mode != "auto":
         return BestMetric(name, mode)
     words = re.split(r"[^a-z0-9]+", name.lower())
@@ -50,6 +43,7 @@ def best_metric(name: str, mode: ModeName, *, option: str) -> BestMetric:
         return BestMetric(name, "min")
     if any(re.fullmatch(_HIGHER_IS_BETTER, word) for word in words):
         return BestMetric(name, "max")
+    option = opt("keep_best_mode")
     raise ConfigError(
         f"The name of a metric must tell whether low or high values are better, unless {option} does. "
         f"Received: {name!r}. Set {option} to min or max."
@@ -66,35 +60,39 @@ default.
 class CheckpointConfig:
     """When to save checkpoints, and how many to keep."""
 
-    checkpoint_every: int | None = None
+    checkpoint_every: int | None = flag(None, "[1, inf)")
     """Save every this many steps; None saves at the end of every epoch. The end of training always saves."""
-    keep: int = 3
+    keep: int = flag(3, "[1, inf)")
     """Number of most recent checkpoints to keep."""
-    keep_best: str = "val_loss"
+    keep_best: str = flag("val_loss")
     """Also keep the checkpoint of the epoch with the best value of this metric; `none` keeps only the most recent."""
-    keep_best_mode: ModeName = "auto"
+    keep_best_mode: ModeName = flag("auto", excludes("keep_best=none"))
     """Whether lower (`min`) or higher (`max`) is better; `auto` infers it from the metric's name."""
-    keep_every_hours: float | None = None
+    keep_every_hours: float | None = flag(None, "(0, inf)")
     """Also keep the first checkpoint, and one every N hours from then on; None keeps none by age."""
-    grace_seconds: float = GRACE_S
+    grace_seconds: float = flag(GRACE_S, "(0, inf)")
     """Seconds from SIGTERM, SIGUSR1 or Ctrl-C until the process exits, even if the last step is not saved by then."""
 
     def __post_init__(self) -> None:
-        _check_positive(self.keep_every_hours, "hours", "--keep-every-hours")
-        _check_positive(self.grace_seconds, "seconds", "--grace-seconds")
-        if self.checkpoint_every is not None and self.checkpoint_every < 1:
-            raise ConfigError(f"--checkpoint-every must be at least 1. Received: {self.checkpoint_every}.")
-        if self.keep < 1:
-            raise ConfigError(f"--keep must be at least 1. Received: {self.keep}.")
-        if self.best is None and self.keep_best_mode != "auto":
-            raise ConfigError("--keep-best-mode does nothing with --keep-best none: leave out one of them.")
+        validate(self)
+        _ = self.best
 
     @property
     def best(self) -> BestMetric | None:
         """The metric of the best checkpoint; None if no best checkpoint is kept."""
         if self.keep_best == "none":
             return None
-        return best_metric(self.keep_best, self.keep_best_mode, option="--keep-best-mode")
+        return best_metric(self.keep_best, self.keep_best_mode)
+
+
+ARGUMENTS = {
+    "checkpoint_every": "every",
+    "keep_best": "best",
+    "keep_best=none": "best=None",
+    "keep_best_mode": "mode",
+    **{name: name for name in ("keep", "keep_every_hours", "grace_seconds")},
+}
+"""Options -> arguments of `Checkpoint`."""
 
 
 @dataclass(frozen=True)
@@ -125,26 +123,25 @@ class Checkpoint:
     grace_seconds: float = GRACE_S
 
     def __post_init__(self) -> None:
-        _check_positive(self.keep_every_hours, "hours", "Checkpoint(keep_every_hours=…)")
-        _check_positive(self.grace_seconds, "seconds", "Checkpoint(grace_seconds=…)")
         if not os.fspath(self.folder):
             raise ConfigError("Checkpoint(folder) must be the path of a folder. Received: an empty one.")
-        for name, value in {"every": self.every, "keep": self.keep}.items():
-            if value is not None and (not hasattr(value, "__index__") or value < 1):
-                raise ConfigError(f"Checkpoint({name}=…) must be at least 1. Received: {value!r}.")
-        if self.best is None and self.mode != "auto":
-            raise ConfigError(f"Checkpoint(mode={self.mode!r}) needs a metric: add best=METRIC, such as 'val_loss'.")
-        _ = self.metric
+        best = "none" if self.best is None else self.best
+        try:
+            CheckpointConfig(
+                checkpoint_every=self.every,
+                keep=self.keep,
+                keep_best=best,
+                keep_best_mode=self.mode,
+                keep_every_hours=self.keep_every_hours,
+                grace_seconds=self.grace_seconds,
+            )
+        except ConfigError as error:
+            raise ConfigError(f"Checkpoint: {in_script(error.message, ARGUMENTS)}") from None
 
     @property
     def metric(self) -> BestMetric | None:
         """The metric of the best checkpoint; None if no best checkpoint is kept."""
-        return None if self.best is None else best_metric(self.best, self.mode, option="Checkpoint(mode=…)")
-
-
-def _check_positive(value: float | None, unit: str, option: str) -> None:
-    if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
-        raise ConfigError(f"{option} must be a number of {unit} above 0. Received: {value!r}.")
+        return None if self.best is None else best_metric(self.best, self.mode)
 
 
 def checkpoint_of(given: Checkpoint | str | os.PathLike[str] | None) -> Checkpoint | None:

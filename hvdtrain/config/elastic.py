@@ -1,7 +1,6 @@
 """Options of elastic training."""
 
-from hvdtrain.config.errors import ConfigError, opt
-from hvdtrain.config.section import section
+from hvdtrain.config.options import applies_to, option, section
 
 COMMIT_EVERY = 10
 """Default interval in steps: the most work that a lost rank costs.
@@ -14,19 +13,7 @@ Copying the state is cheap next to this many steps.
 class ElasticConfig:
     """Training that survives lost or joining ranks, under horovodrun's host discovery."""
 
-    elastic: bool = False
+    elastic: bool = option(False, applies_to("backend=auto|horovod"))
     """Resume from the last commit when ranks are lost, and admit new hosts: horovodrun --min-np …"""
-    commit_every: int = COMMIT_EVERY
+    commit_every: int = option(COMMIT_EVERY, "[1, inf)", applies_to("elastic"))
     """With --elastic: commit the state to host memory every N steps; new ranks join at commits."""
-
-    def __post_init__(self) -> None:
-        check_commits(self.commit_every)
-        if self.commit_every != COMMIT_EVERY and not self.elastic:
-            raise ConfigError(f"{opt('commit_every')} has no effect without {opt('elastic')}: leave it out.")
-
-
-def check_commits(every: int) -> int:
-    """Validate and return the commit interval. Raises ConfigError if not a positive integer."""
-    if not isinstance(every, int) or every < 1:
-        raise ConfigError(f"{opt('commit_every')} must be at least 1. Received: {every!r}.")
-    return every

@@ -3,29 +3,13 @@
 Messages name the cause, the value received and the option that fixes it.
 """
 
+import functools
+import importlib
 import re
 from collections.abc import Mapping
 
 _OPTION = re.compile("\x02([a-z_]+)(?:=([^\x03]*))?\x03")
 """An option as `opt` encodes it, between control characters that user text never contains."""
-ARGUMENTS = frozenset(
-    (
-        *("accumulate", "precision", "sync_batch_norm", "jit", "recompute", "clip_norm", "clip_value"),
-        *("reduce_op", "compression", "sparse_gradients", "gradient_groups", "predivide"),
-        *("pipeline_schedule", "virtual_stages", "pipeline_stages"),
-        *("zero", "zero_prefetch", "local_steps", "average_slots"),
-        *("on_bad_step", "spike_threshold", "max_bad_steps", "desync_every"),
-        *("loss", "metrics", "optimizer", "seed", "batch", "epochs", "shuffle", "log_every"),
-        *("steps_per_epoch", "validation_steps", "elastic", "commit_every"),
-        *("backend", "replicas", "communication", "parameter_servers", "threads", "pin", "malloc"),
-        *("start_timeout", "load_timeout", "hang_timeout", "link_timeout"),
-        *("deterministic", "hierarchical_allreduce", "parallel", "sequence_parallel"),
-        *("timeline", "profile", "profile_ranks"),
-        *("learning_rate", "lr_scaling", "base_batch", "schedule", "warmup_steps"),
-        *("final_rate", "decay_power", "decay_at", "decay_factor"),
-    )
-)
-"""Options that are also Python arguments of `Trainer`, `fit`, `init` or `learning_rate_schedule`."""
 _UNQUOTED = re.compile(r"[-+]?\d[\d.]*(e[-+]?\d+)?|True|False|None|[A-Z]")
 """Values that Python writes without quotes, and placeholders (N)."""
 
@@ -54,6 +38,39 @@ class UserError(ValueError):
 
 class ConfigError(UserError):
     """An option, configuration file or combination of options that cannot work."""
+
+
+class OptionError(ConfigError):
+    """An option's value that is invalid, or does not go with another option or a fact of the job.
+
+    `option`, `value`, `problem` and `advice` are what the message joins; empty if another rank raised the error.
+    """
+
+    def __init__(
+        self, message: str, *, option: str = "", value: object = None, problem: str = "", advice: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.option, self.value, self.problem, self.advice = option, value, problem, advice
+
+    @classmethod
+    def of(
+        cls,
+        option: str,
+        value: object,
+        problem: str,
+        advice: str = "",
+        *,
+        shown: str | None = None,
+        received: str = "",
+        sentence: bool = False,
+    ) -> "OptionError":
+        """Return the error of `option`, called `shown` in the message; a `sentence` separates problem and advice."""
+        if not advice:
+            end = f". Received: {value!r}."
+        else:
+            end = f". {advice[0].upper()}{advice[1:]}." if sentence else f": {advice}."
+        message = f"{shown or opt(option)} {problem}{end}{received}"
+        return cls(message, option=option, value=value, problem=problem, advice=advice)
 
 
 class DataError(UserError):
@@ -110,7 +127,7 @@ class SetupError(UserError):
 def opt(name: str, value: object = None) -> str:
     """Encode an option for an error message, rendered as argument or flag.
 
-    A name outside `ARGUMENTS` is rendered as a flag in scripts, too; a capital letter as value is a placeholder.
+    A name that is not an argument is rendered as a flag in scripts, too; a capital letter as value is a placeholder.
     """
     return f"\x02{name}\x03" if value is None else f"\x02{name}={value}\x03"
 
@@ -128,12 +145,20 @@ def on_command_line(message: str) -> str:
     return _OPTION.sub(_as_flag, message)
 
 
+@functools.cache
+def arguments() -> frozenset[str]:
+    """Return the options that are also Python arguments of `Trainer`, `fit`, `init` or `learning_rate_schedule`."""
+    # By name, when a message is shown: the declarations raise these errors themselves.
+    declared = importlib.import_module("hvdtrain.config.run").option_fields()
+    return frozenset(name for name, each in declared.items() if each.metadata["declaration"].argument)
+
+
 def _as_argument(found: re.Match[str], called: Mapping[str, str]) -> str:
     name, value = found.groups()
-    if name not in ARGUMENTS:
-        return _as_flag(found)
     if f"{name}={value}" in called:
         return called[f"{name}={value}"]
+    if name not in called and name not in arguments():
+        return _as_flag(found)
     argument = called.get(name, name)
     if value is None:
         return argument

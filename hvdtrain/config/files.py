@@ -128,7 +128,8 @@ def _lines(invalid: Any) -> list[str]:
             lines.append(f"  {path}: there is no such option")
         else:
             error = problem.get("ctx", {}).get("error")
-            cause = (error.message if isinstance(error, UserError) else problem["msg"]).rstrip(".")
-            received = "" if "Received:" in cause else f" Received: {problem['input']!r}."
-            lines.append(f"  {path}: {cause}.{received}")
+            users = isinstance(error, UserError)
+            cause = (error.message if users else problem["msg"]).rstrip(".")
+            received = "" if users else f" Received: {problem['input']!r}."
+            lines.append(f"  {f'{path}: ' if path else ''}{cause}.{received}")
     return lines

@@ -6,9 +6,14 @@ from dataclasses import KW_ONLY
 from typing import Literal
 
 from hvdtrain.config.errors import ConfigError, opt
-from hvdtrain.config.section import section
+from hvdtrain.config.options import applies_to, needs, option, section
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved"]
+
+
+def _once_each(layers: tuple[str, ...]) -> None:
+    if len(set(layers)) != len(layers):
+        raise ConfigError(f"{opt('pipeline_stages')} names each layer once. Received: {', '.join(layers)}.")
 
 
 @section
@@ -16,27 +21,18 @@ class PipelineConfig:
     """Pipeline parallelism along the pp axis of --parallel; --accumulate sets the microbatches."""
 
     _: KW_ONLY
-    pipeline_schedule: ScheduleName = "1f1b"
+    pipeline_schedule: ScheduleName = option(
+        "1f1b",
+        needs("virtual_stages", when="interleaved", instead="add 2 or more"),
+        applies_to("pp", note=True),
+    )
     """Order of forward and backward passes; interleaved: several stages per rank, smaller bubble."""
-    virtual_stages: int = 1
+    virtual_stages: int = option(
+        1, "[1, inf)", applies_to("pipeline_schedule=interleaved"), applies_to("pp", note=True)
+    )
     """Stages per rank, with --pipeline-schedule=interleaved."""
-    pipeline_stages: tuple[str, ...] = ()
+    pipeline_stages: tuple[str, ...] = option((), applies_to("pp", note=True), valid=_once_each)
     """Names of the layers that begin the second stage, the third …; default: balance the cost."""
-
-    def __post_init__(self) -> None:
-        if self.virtual_stages < 1:
-            raise ConfigError(f"{opt('virtual_stages')} must be at least 1. Received: {self.virtual_stages}.")
-        if (self.pipeline_schedule == "interleaved") != (self.virtual_stages > 1):
-            raise ConfigError(
-                f"{opt('pipeline_schedule', 'interleaved')} needs {opt('virtual_stages')} of 2 or more, which no other "
-                "schedule takes. "
-                f"Received: {opt('pipeline_schedule', self.pipeline_schedule)} "
-                f"{opt('virtual_stages', self.virtual_stages)}."
-            )
-        if len(set(self.pipeline_stages)) != len(self.pipeline_stages):
-            raise ConfigError(
-                f"{opt('pipeline_stages')} names each layer once. Received: {', '.join(self.pipeline_stages)}."
-            )
 
 
 AXES = ("pp", "dp", "cp", "ep", "tp")

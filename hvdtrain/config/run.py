@@ -1,17 +1,18 @@
 """The full configuration of a run."""
 
-from dataclasses import field, replace
+from dataclasses import field, fields, replace
+from typing import Any
 
 from hvdtrain.config.checkpoint import CheckpointConfig
 from hvdtrain.config.data import DataConfig
 from hvdtrain.config.elastic import ElasticConfig
-from hvdtrain.config.errors import ConfigError, opt
+from hvdtrain.config.facts import Facts
 from hvdtrain.config.model import ModelConfig
 from hvdtrain.config.observability import ObservabilityConfig
 from hvdtrain.config.optim import OptimConfig
+from hvdtrain.config.options import check, section
 from hvdtrain.config.parallel import PipelineConfig, parse_axes
 from hvdtrain.config.runtime import RuntimeConfig
-from hvdtrain.config.section import section
 from hvdtrain.config.training import BadStepConfig, DesyncConfig, ExchangeConfig, TrainingConfig, UpdateConfig
 
 
@@ -36,13 +37,9 @@ class Config:
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
 
     def __post_init__(self) -> None:
+        """Check combinations across sections, with the axes that `--parallel` names."""
         axes = parse_axes(self.runtime.parallel)
-        if self.model.embedding_sharding != "none" and axes and "ep" not in axes:
-            raise ConfigError(
-                "--embedding-sharding divides tables among the ranks along ep. Received: "
-                f"{opt('parallel', self.runtime.parallel)}. Name ep there, or leave it out: then all ranks are along "
-                "ep."
-            )
+        check(self, facts=Facts.on_mesh(axes) if axes else Facts())
 
     @property
     def processes(self) -> RuntimeConfig:
@@ -50,6 +47,18 @@ class Config:
         if self.runtime.parallel or self.model.embedding_sharding == "none":
             return self.runtime
         return replace(self.runtime, parallel="ep=-1")
+
+
+def option_fields(config: type = Config) -> dict[str, Any]:
+    """Return the dataclass field of each option by its name, which is unique."""
+    found: dict[str, Any] = {}
+    for each in fields(config):
+        factory: Any = each.default_factory
+        if "declaration" in each.metadata:
+            found[each.name] = each
+        elif isinstance(factory, type):
+            found |= option_fields(factory)
+    return found
 
 
 NAMED_WITH_ARGUMENTS = (

@@ -1,12 +1,11 @@
 """Options of backend, processes, threads and timeouts."""
 
-import math
 from dataclasses import KW_ONLY
-from typing import Literal, get_args
+from typing import Literal
 
-from hvdtrain.config.errors import ConfigError, opt
+from hvdtrain.config.errors import opt
+from hvdtrain.config.options import applies_to, excludes, option, section
 from hvdtrain.config.parallel import parse_axes
-from hvdtrain.config.section import section
 
 BackendName = Literal[
     "auto",
@@ -33,6 +32,10 @@ OF_TF_DISTRIBUTE: tuple[BackendName, ...] = (
     "parameter_server",
 )
 """Backends that are strategies of tf.distribute."""
+STRATEGIES = f"backend={'|'.join(OF_TF_DISTRIBUTE)}"
+NOT_ON_STRATEGIES = excludes(STRATEGIES, instead=f"leave it out, or use {opt('backend', 'horovod')}")
+NOT_WITH_SERVERS = excludes("backend=parameter_server", instead=f"leave it out, or use {opt('backend', 'horovod')}")
+ELEMENTWISE = f"use an elementwise optimizer such as SGD or Adam, and {opt('clip_norm')} in place of its own clipping"
 
 
 @section
@@ -40,89 +43,42 @@ class RuntimeConfig:
     """Backend, threads and timeouts of a job."""
 
     _: KW_ONLY
-    backend: BackendName = "auto"
+    backend: BackendName = option("auto")
     """Distribution engine; auto: horovod under a launcher, else single."""
-    replicas: int | None = None
+    replicas: int | None = option(None, "[1, inf)", applies_to(f"backend={'|'.join(WITH_REPLICAS)}"))
     """Replicas of mirrored; None: one per GPU, or 2 on the CPU."""
-    communication: CommunicationName = "auto"
+    communication: CommunicationName = option("auto", applies_to("backend=multi_worker_mirrored"))
     """Transport of multi_worker_mirrored: ring (gRPC), nccl (GPUs), or auto (TensorFlow chooses)."""
-    parameter_servers: int | None = None
+    parameter_servers: int | None = option(None, "[1, inf)", applies_to("backend=parameter_server"))
     """Number of parameter servers, the last ranks; rank 0 coordinates, the others train. None: 1."""
-    threads: int | None = None
+    threads: int | None = option(None, "[1, inf)")
     """Threads per op on each rank; None divides the cores among the ranks of a host."""
-    pin: bool = True
+    pin: bool = option(True)
     """Pin each rank to its own cores if there are enough."""
-    start_timeout: float = 120.0
+    start_timeout: float = option(120.0, "(0, inf]")
     """Seconds to wait for the other ranks at startup."""
-    load_timeout: float = 3600.0
+    load_timeout: float = option(3600.0, "(0, inf]")
     """Seconds to wait for ranks that are still loading, unpacking or decoding data."""
-    hang_timeout: float = 300.0
+    hang_timeout: float = option(300.0, "0 or [1, inf)")
     """Seconds without progress before a deadlocked job is ended; 0: never."""
-    link_timeout: float = 15.0
+    link_timeout: float = option(15.0, "0 or [5, inf)")
     """Seconds without a packet from another host before the job is ended; 0: never."""
-    deterministic: bool = False
+    deterministic: bool = option(
+        False,
+        excludes(
+            "backend=parameter_server",
+            why="the order of its workers' steps is a matter of time",
+            instead=f"leave it out, or use {opt('backend', 'horovod')}",
+        ),
+    )
     """Bitwise reproducible training: fixed messages, deterministic ops."""
-    hierarchical_allreduce: HierarchyName = "auto"
+    hierarchical_allreduce: HierarchyName = option(
+        "auto",
+        applies_to("backend=auto|horovod", when="always"),
+        excludes("elastic", when="always", why="it needs hosts that stay", instead="leave it out"),
+    )
     """Reduce gradients within each host first, then between hosts; auto: measure at startup."""
-    parallel: str | None = None
+    parallel: str | None = option(None, valid=parse_axes)
     """Mesh axis sizes (pp, dp, cp, ep, tp), such as tp=2,pp=2; dp takes the remaining ranks."""
-    malloc: MallocName = "keep"
+    malloc: MallocName = option("keep")
     """Keep freed memory in the process for the next step, or let glibc return it to the system."""
-
-    def __post_init__(self) -> None:
-        parse_axes(self.parallel)
-        if self.replicas is not None:
-            if self.replicas < 1:
-                raise ConfigError(f"{opt('replicas')} must be at least 1. Received: {self.replicas}.")
-            if self.backend not in WITH_REPLICAS:
-                raise ConfigError(
-                    f"{opt('replicas')} is for {' and '.join(opt('backend', each) for each in WITH_REPLICAS)}: "
-                    f"{opt('backend', self.backend)} does not take it."
-                )
-        if self.communication != "auto" and self.backend != "multi_worker_mirrored":
-            raise ConfigError(
-                f"{opt('communication')} is for {opt('backend', 'multi_worker_mirrored')}: "
-                f"{opt('backend', self.backend)} does not take it."
-            )
-        if self.hierarchical_allreduce not in get_args(HierarchyName):
-            raise ConfigError(
-                f"{opt('hierarchical_allreduce')} must be one of {', '.join(get_args(HierarchyName))}. "
-                f"Received: {self.hierarchical_allreduce!r}."
-            )
-        if self.hierarchical_allreduce == "always" and self.backend not in ("auto", "horovod"):
-            raise ConfigError(
-                f"{opt('hierarchical_allreduce', 'always')} is for {opt('backend', 'horovod')}: "
-                f"{opt('backend', self.backend)} does not take it."
-            )
-        if self.malloc not in get_args(MallocName):
-            raise ConfigError(
-                f"{opt('malloc')} must be one of {', '.join(get_args(MallocName))}. Received: {self.malloc!r}."
-            )
-        if self.parameter_servers is not None:
-            if self.parameter_servers < 1:
-                raise ConfigError(f"{opt('parameter_servers')} must be at least 1. Received: {self.parameter_servers}.")
-            if self.backend != "parameter_server":
-                raise ConfigError(
-                    f"{opt('parameter_servers')} is for {opt('backend', 'parameter_server')}: "
-                    f"{opt('backend', self.backend)} does not take it."
-                )
-        if self.deterministic and self.backend == "parameter_server":
-            raise ConfigError(
-                f"{opt('deterministic')} is not for {opt('backend', 'parameter_server')}: the order of its workers' "
-                "steps is a matter of "
-                f"time. Leave it out, or use {opt('backend', 'horovod')}."
-            )
-        if self.threads is not None and self.threads < 1:
-            raise ConfigError(f"{opt('threads')} must be at least 1. Received: {self.threads}.")
-        if not self.start_timeout > 0:
-            raise ConfigError(f"{opt('start_timeout')} must be positive. Received: {self.start_timeout}.")
-        if not self.load_timeout > 0:
-            raise ConfigError(f"{opt('load_timeout')} must be positive. Received: {self.load_timeout}.")
-        if not (self.hang_timeout == 0 or 1 <= self.hang_timeout < math.inf):
-            raise ConfigError(
-                f"{opt('hang_timeout')} must be at least 1 second, or 0 for none. Received: {self.hang_timeout}."
-            )
-        if not (self.link_timeout == 0 or 5 <= self.link_timeout < math.inf):
-            raise ConfigError(
-                f"{opt('link_timeout')} must be at least 5 seconds, or 0 for none. Received: {self.link_timeout}."
-            )

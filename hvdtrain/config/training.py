@@ -1,11 +1,15 @@
 """Options of the compiled step, gradient exchange, weight update, and bad-step policy."""
 
-import math
 from dataclasses import KW_ONLY
-from typing import Literal, get_args
+from typing import Literal
 
-from hvdtrain.config.errors import ConfigError, opt
-from hvdtrain.config.section import section
+from hvdtrain.config.errors import opt
+from hvdtrain.config.options import applies_to, excludes, flag, needs, option, section
+from hvdtrain.config.runtime import ELEMENTWISE, NOT_ON_STRATEGIES, NOT_WITH_SERVERS, STRATEGIES
+
+BETWEEN_REPLICAS = applies_to("size", note=True)
+STREAMED = excludes("samples", why="it is for data that are streamed", instead="leave it out, or use --max-steps")
+ONE_UPDATE = excludes("repeated_step", why="it has no effect there")
 
 PrecisionName = Literal["float32", "mixed_float16", "mixed_bfloat16"]
 
@@ -15,20 +19,46 @@ class StepConfig:
     """Options of the forward and backward pass."""
 
     _: KW_ONLY
-    accumulate: int = 1
+    accumulate: int = option(
+        1,
+        "[1, inf)",
+        NOT_ON_STRATEGIES,
+        excludes(
+            "repeated_step",
+            why="it has no effect there",
+            instead="leave it out, or use hvdtrain.GradientAccumulator in a loop of your own",
+        ),
+    )
     """Microbatches per rank and optimizer step; gradients are reduced once."""
-    precision: PrecisionName | None = "float32"
+    precision: PrecisionName | None = option("float32")
     """Compute dtype of layers; mixed policies keep variables, the last layer and the loss in float32."""
-    sync_batch_norm: bool = False
+    sync_batch_norm: bool = option(
+        False,
+        BETWEEN_REPLICAS,
+        NOT_ON_STRATEGIES,
+        excludes("pp", instead="use BatchNormalization"),
+        excludes(
+            "cp",
+            "split",
+            why="it would copy the model",
+            instead="use hvdtrain.SyncBatchNormalization in the model's code",
+        ),
+    )
     """Compute BatchNormalization statistics over all ranks."""
-    jit: bool = False
+    jit: bool = option(
+        False,
+        ONE_UPDATE,
+        NOT_WITH_SERVERS,
+        excludes(
+            *("sync_batch_norm", "zero=2|3", "pp", "cp"),
+            *("sync_layer", "exchanging_layer", "split"),
+            why="XLA cannot compile what ranks exchange within a pass",
+        ),
+        excludes("recompute", "recompute_layer", why="XLA merges the second forward pass with the first"),
+    )
     """Compile forward and backward pass with XLA. On CPU it made a CNN 0.7x as fast, a transformer 1.2x at best."""
-    recompute: bool = False
+    recompute: bool = option(False, ONE_UPDATE, NOT_WITH_SERVERS)
     """Recompute activations in the backward pass instead of storing them: less memory."""
-
-    def __post_init__(self) -> None:
-        if self.accumulate < 1:
-            raise ConfigError(f"{opt('accumulate')} must be at least 1. Received: {self.accumulate}.")
 
 
 @section
@@ -36,19 +66,10 @@ class ClippingConfig:
     """Gradient clipping, on the gradient of the global batch."""
 
     _: KW_ONLY
-    clip_norm: float | None = None
+    clip_norm: float | None = option(None, "(0, inf)", excludes("clip_value"))
     """Bound on the L2 norm of the whole gradient."""
-    clip_value: float | None = None
+    clip_value: float | None = option(None, "(0, inf)")
     """Bound on the absolute value of each gradient element."""
-
-    def __post_init__(self) -> None:
-        for option, bound in ((opt("clip_norm"), self.clip_norm), (opt("clip_value"), self.clip_value)):
-            if bound is not None and not (math.isfinite(bound) and bound > 0):
-                raise ConfigError(f"{option} must be a positive number. Received: {bound}.")
-        if self.clip_norm is not None and self.clip_value is not None:
-            raise ConfigError(
-                f"Clip by norm or by value, not both: leave out {opt('clip_norm')} or {opt('clip_value')}."
-            )
 
 
 ZeroStage = Literal[0, 1, 2, 3]
@@ -58,33 +79,48 @@ ZeroStage = Literal[0, 1, 2, 3]
 class UpdateConfig:
     """How gradients become new weights; by default all-reduce and the same update everywhere."""
 
-    zero: ZeroStage = 0
+    zero: ZeroStage = option(
+        0,
+        BETWEEN_REPLICAS,
+        ONE_UPDATE,
+        NOT_ON_STRATEGIES,
+        excludes("local_steps", why="it needs every rank's gradients in each step"),
+        excludes(
+            *("reduce_op=adasum", "compression", "gradient_groups", "predivide", "sparse_gradients=gather"),
+            why="it reduce-scatters dense gradients in full precision",
+        ),
+        excludes(
+            "pp",
+            when="3",
+            why="a stage would gather its parameters anew for both passes of each microbatch",
+            instead=f"use {opt('zero', 2)}",
+        ),
+        excludes("elastic", why="every rank must hold all of the state"),
+        excludes("whole_optimizer", why="each rank updates slices of variables", instead=ELEMENTWISE),
+    )
     """ZeRO stage; each rank keeps a shard of 1: optimizer state, 2: gradients too, 3: parameters too."""
-    zero_prefetch: int = 0
+    zero_prefetch: int = option(0, "[0, inf)", BETWEEN_REPLICAS, NOT_ON_STRATEGIES, applies_to("zero=3"))
     """With --zero 3: all-gather the parameters of this many layers ahead of the computing one."""
-    local_steps: int | None = None
+    local_steps: int | None = option(
+        None,
+        "[1, inf)",
+        BETWEEN_REPLICAS,
+        ONE_UPDATE,
+        NOT_ON_STRATEGIES,
+        excludes(
+            *("reduce_op", "compression", "gradient_groups", "predivide", "sparse_gradients"),
+            why="gradients stay on their rank",
+        ),
+        excludes("sync_batch_norm", why="gradients of shared statistics are summed over ranks in every step"),
+        excludes("on_bad_step", "spike_threshold", why="ranks that take local steps cannot agree on skipped ones"),
+        excludes("desync_every", why="ranks differ until the next average"),
+        excludes("pp", "cp", why="ranks compute one gradient together"),
+        excludes("experts", why="weights are averaged over all ranks"),
+        excludes("elastic", why="every rank must hold all of the state"),
+    )
     """Local SGD: average the weights every N local optimizer steps; None: reduce gradients every step."""
-    average_slots: bool = False
+    average_slots: bool = option(False, BETWEEN_REPLICAS, NOT_ON_STRATEGIES, applies_to("local_steps"))
     """With --local-steps: average the optimizer state along with the weights."""
-
-    def __post_init__(self) -> None:
-        if self.zero not in get_args(ZeroStage):
-            raise ConfigError(f"{opt('zero')} must be 0, 1, 2 or 3. Received: {self.zero}.")
-        if self.zero_prefetch < 0:
-            raise ConfigError(f"{opt('zero_prefetch')} must not be negative. Received: {self.zero_prefetch}.")
-        if self.zero_prefetch and self.zero != 3:
-            raise ConfigError(
-                f"{opt('zero_prefetch')} has no effect without {opt('zero', 3)}: leave it out, or set it to 0."
-            )
-        if self.local_steps is not None and self.local_steps < 1:
-            raise ConfigError(f"{opt('local_steps')} must be at least 1. Received: {self.local_steps}.")
-        if self.average_slots and self.local_steps is None:
-            raise ConfigError(f"{opt('average_slots')} has no effect without {opt('local_steps')}: leave it out.")
-        if self.zero and self.local_steps is not None:
-            raise ConfigError(
-                f"{opt('zero')} needs every rank's gradients in each step: leave out {opt('zero')} or "
-                f"{opt('local_steps')}."
-            )
 
 
 ReduceOpName = Literal["average", "sum", "adasum"]
@@ -96,44 +132,49 @@ SparseName = Literal["auto", "gather", "dense"]
 class ExchangeConfig:
     """Gradient reduction and transport."""
 
-    reduce_op: ReduceOpName = "average"
+    reduce_op: ReduceOpName = option(
+        "average",
+        BETWEEN_REPLICAS,
+        NOT_WITH_SERVERS,
+        excludes(STRATEGIES, when="adasum", instead=f"leave it out, or use {opt('backend', 'horovod')}"),
+        needs("controller=mpi", when="adasum", instead="start with mpirun, or horovodrun --mpi"),
+        excludes(
+            "size",
+            when="adasum",
+            why="it combines 2, 4, 8 … ranks",
+            instead="use as many",
+            holds=lambda _, size: bool(size & (size - 1)),
+        ),
+        excludes(
+            *("compression", "gradient_groups", "predivide", "sparse_gradients=gather"),
+            when="adasum",
+            why="it reduces each whole gradient by itself",
+        ),
+        excludes(
+            *("pp", "cp", "split", "experts", "sync_layer"),
+            when="adasum",
+            why="it combines whole gradients, each of one rank's samples",
+        ),
+    )
     """average over the global batch; sum: average x ranks; adasum: scale-invariant, needs MPI and 2^n ranks."""
-    compression: CompressionName = "none"
+    compression: CompressionName = option(
+        "none",
+        BETWEEN_REPLICAS,
+        NOT_ON_STRATEGIES,
+        excludes(
+            "tied_weight",
+            when="fp16",
+            why="its scale is that of each stage's message, and the stages would drift apart",
+            instead=f"use {opt('compression', 'bf16')}",
+        ),
+    )
     """Gradient dtype on the wire: 32 bits, or 16 bits summed in 32."""
-    sparse_gradients: SparseName = "auto"
+    sparse_gradients: SparseName = option("auto", BETWEEN_REPLICAS, NOT_WITH_SERVERS)
     """Embedding gradients: gather rows, or reduce the dense table; auto picks whichever moves fewer bytes."""
-    gradient_groups: int = 0
+    gradient_groups: int = option(0, "[0, inf)", BETWEEN_REPLICAS, NOT_ON_STRATEGIES)
     """Number of groups in which gradients are sent; 0: each as soon as it is computed."""
-    predivide: float = 1.0
+    predivide: float = option(1.0, "(0, inf)", BETWEEN_REPLICAS, NOT_ON_STRATEGIES)
     """Divide gradients by this before the sum, and by the rest after it."""
-
-    def __post_init__(self) -> None:
-        choices = {
-            opt("reduce_op"): (self.reduce_op, ReduceOpName),
-            opt("compression"): (self.compression, CompressionName),
-        }
-        for option, (value, names) in choices.items():
-            if value not in get_args(names):
-                raise ConfigError(f"{option} must be one of {', '.join(get_args(names))}. Received: {value!r}.")
-        if self.gradient_groups < 0:
-            raise ConfigError(f"{opt('gradient_groups')} must not be negative. Received: {self.gradient_groups}.")
-        if not (math.isfinite(self.predivide) and self.predivide > 0):
-            raise ConfigError(f"{opt('predivide')} must be a positive number. Received: {self.predivide}.")
-        if self.reduce_op == "adasum":
-            self._check_adasum()
-
-    def _check_adasum(self) -> None:
-        unfit = {
-            opt("compression"): self.compression != "none",
-            opt("gradient_groups"): self.gradient_groups > 0,
-            opt("predivide"): self.predivide != 1.0,
-            opt("sparse_gradients", "gather"): self.sparse_gradients == "gather",
-        }
-        for option, used in unfit.items():
-            if used:
-                raise ConfigError(
-                    f"{opt('reduce_op', 'adasum')} reduces each whole gradient by itself: leave out {option}."
-                )
 
 
 BadStepName = Literal["raise", "skip", "rollback"]
@@ -145,25 +186,25 @@ class BadStepConfig:
     """Policy for bad steps: NaN or infinity in loss or gradient, or a loss spike."""
 
     _: KW_ONLY
-    on_bad_step: BadStepName = "raise"
+    on_bad_step: BadStepName = option(
+        "raise",
+        ONE_UPDATE,
+        NOT_ON_STRATEGIES,
+        needs(
+            "saves",
+            when="rollback",
+            instead=f"pass fit(…, checkpoint=FOLDER), or use {opt('on_bad_step', 'skip')}",
+        ),
+    )
     """Policy for a step with NaN, infinity or a spike: raise, skip its update on all ranks, or rollback to the newest
     good checkpoint, leaving out the batches since then.
     """
-    spike_threshold: float | None = None
+    spike_threshold: float | None = option(None, "(0, inf)", ONE_UPDATE, NOT_ON_STRATEGIES)
     """Treat a loss as a spike if it exceeds the median of the last 64 good steps by this many standard deviations,
     estimated from the median absolute deviation; None: never.
     """
-    max_bad_steps: int = MAX_BAD_STEPS
+    max_bad_steps: int = option(MAX_BAD_STEPS, "[1, inf)", NOT_ON_STRATEGIES, applies_to("on_bad_step=skip|rollback"))
     """Raise after this many consecutive bad steps (skip) or rollbacks (rollback)."""
-
-    def __post_init__(self) -> None:
-        bound = self.spike_threshold
-        if bound is not None and not (math.isfinite(bound) and bound > 0):
-            raise ConfigError(f"{opt('spike_threshold')} must be a positive number. Received: {bound}.")
-        if self.max_bad_steps < 1:
-            raise ConfigError(f"{opt('max_bad_steps')} must be at least 1. Received: {self.max_bad_steps}.")
-        if self.max_bad_steps != MAX_BAD_STEPS and self.on_bad_step == "raise":
-            raise ConfigError(f"{opt('max_bad_steps')} has no effect with {opt('on_bad_step', 'raise')}: leave it out.")
 
     @property
     def guarded(self) -> bool:
@@ -180,38 +221,23 @@ class DesyncConfig:
     """How often to check that replicas have not diverged."""
 
     _: KW_ONLY
-    desync_every: int = DESYNC_EVERY
+    desync_every: int = option(DESYNC_EVERY, "[0, inf)", NOT_WITH_SERVERS, applies_to("processes", note=True))
     """Compare a hash of weights and optimizer state across ranks every N steps, after the first steps, and at the end
     of every epoch; 0: never.
     """
-
-    def __post_init__(self) -> None:
-        if self.desync_every < 0:
-            raise ConfigError(f"{opt('desync_every')} must be at least 0. Received: {self.desync_every}.")
 
 
 @section
 class TrainingConfig(StepConfig):
     """Length and seed of training."""
 
-    epochs: int = 10
+    epochs: int = option(10, "[1, inf)")
     """Passes over the training samples."""
-    max_steps: int | None = None
+    max_steps: int | None = flag(None, "[1, inf)")
     """Stop after this many optimizer steps, even within an epoch."""
-    steps_per_epoch: int | None = None
+    steps_per_epoch: int | None = option(None, "[1, inf)", STREAMED)
     """Steps per epoch, for infinite data of --data PACKAGE.MODULE:FUNCTION."""
-    validation_steps: int | None = None
+    validation_steps: int | None = option(None, "[1, inf)", STREAMED)
     """Batches per evaluation, for infinite validation data of --data PACKAGE.MODULE:FUNCTION."""
-    seed: int = 0
+    seed: int = option(0, "[0, 2147483648)")
     """Seed of initial weights, sample order and dropout."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.epochs < 1:
-            raise ConfigError(f"{opt('epochs')} must be at least 1. Received: {self.epochs}.")
-        for name in ("max_steps", "steps_per_epoch", "validation_steps"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{opt(name)} must be at least 1. Received: {value}.")
-        if not 0 <= self.seed < 2**31:
-            raise ConfigError(f"{opt('seed')} must lie in [0, 2^31). Received: {self.seed}.")

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Collectives
 from hvdtrain.config.errors import ConfigError, in_script, opt
-from hvdtrain.config.section import section
+from hvdtrain.config.options import section, validate
 from hvdtrain.config.training import CompressionName, ExchangeConfig, ReduceOpName, SparseName
 from hvdtrain.gradients.compression import WireFormat, compressed_sums, is_compressible
 from hvdtrain.gradients.sparse import as_rows, gather_rows, gathering_is_cheaper, is_small, sum_duplicates
@@ -35,7 +35,7 @@ class ReductionOptions(ExchangeConfig):
     """Paths of the variables of each group; what is in none of them leaves by itself."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        validate(self)
         paths = [path for group in self.named_groups for path in group]
         twice = next((path for path in paths if paths.count(path) > 1), None)
         if twice is not None:  # its gradient would be summed twice

@@ -1,13 +1,12 @@
 """Gradient clipping, dense and sparse."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.config.errors import ConfigError, opt
+from hvdtrain.config.training import ClippingConfig
 
 SUMMED_AT_ONCE = 4096
 """Elements summed by one thread."""
@@ -27,13 +26,7 @@ class Clipping:
     """Bound on the absolute value of each element."""
 
     def __post_init__(self) -> None:
-        for option, bound in ((opt("clip_norm"), self.norm), (opt("clip_value"), self.value)):
-            if bound is not None and not (math.isfinite(bound) and bound > 0):
-                raise ConfigError(f"{option} must be a positive number. Received: {bound}.")
-        if self.norm is not None and self.value is not None:
-            raise ConfigError(
-                f"Clip by norm or by value, not both: leave out {opt('clip_norm')} or {opt('clip_value')}."
-            )
+        ClippingConfig(clip_norm=self.norm, clip_value=self.value)
 
     def apply(self, gradients: Sequence[Any], norm: tf.Tensor | None, scale: Any = 1.0) -> list[Any]:
         """Clip `gradients` to the bounds times `scale`; `norm` is their global norm, if bounded."""

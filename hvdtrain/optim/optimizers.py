@@ -65,24 +65,13 @@ ELEMENTWISE = (
 )
 
 
-def check_updates_slices(optimizer: Any, option: str) -> None:
-    """Reject an optimizer that needs full variables, such as for a norm.
-
-    `option` is what shards variables, as a user types it. Raises ConfigError naming the optimizer or its argument.
-    """
-    inner = innermost(optimizer)
-    name = type(inner).__name__
-    if type(inner) not in ELEMENTWISE:
-        known = ", ".join(kind.__name__ for kind in ELEMENTWISE)
-        raise ConfigError(
-            f"{option} updates slices of variables, and {name} may look at whole ones: use one of {known}, or leave "
-            f"out {option}."
-        )
-    for argument in ("clipnorm", "global_clipnorm"):
-        if getattr(inner, argument) is not None:
-            raise ConfigError(
-                f"{name}({argument}=…) would see slices under {option}: use {opt('clip_norm')} in its place."
-            )
+def whole_update(optimizer: Any) -> str:
+    """Return which optimizer, or argument of it, looks at whole variables, as for a norm; empty if none does."""
+    name = type(optimizer).__name__
+    if type(optimizer) not in ELEMENTWISE:
+        return name
+    clipping = (each for each in ("clipnorm", "global_clipnorm") if getattr(optimizer, each) is not None)
+    return next((f"{name}({each}=…)" for each in clipping), "")
 
 
 NOT_BY_NAME = ("Optimizer", "LossScaleOptimizer", "MultiOptimizer")

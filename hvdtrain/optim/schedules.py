@@ -2,14 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
 import keras
 import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.config.optim import OptimConfig, ScalingName, ScheduleName
-from hvdtrain.config.registry import suggestion
 
 
 @keras.saving.register_keras_serializable(package="hvdtrain")
@@ -169,8 +168,6 @@ def learning_rate_schedule(
     Raises:
         ConfigError: values that form no schedule, or have no effect; named as on the command line.
     """
-    _check_name("schedule", schedule, get_args(ScheduleName))
-    _check_name("lr_scaling", lr_scaling, get_args(ScalingName))
     if (batch is None) != (lr_scaling == "none"):
         raise ConfigError(f"lr_scaling and batch go together. Received: lr_scaling={lr_scaling!r}, batch={batch}.")
     config = OptimConfig(
@@ -186,8 +183,3 @@ def learning_rate_schedule(
     )
     peak = config.learning_rate if batch is None else scaled_learning_rate(config, batch)
     return scheduled_rate(config, total_steps, peak)
-
-
-def _check_name(what: str, name: str, known: Sequence[str]) -> None:
-    if name not in known:
-        raise ConfigError(f"Unknown {what} {name!r}.{suggestion(name, dict.fromkeys(known, ''))}")

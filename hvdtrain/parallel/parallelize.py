@@ -5,7 +5,9 @@ from typing import Any
 import keras
 
 from hvdtrain.backends.select import current_exchange
-from hvdtrain.config.errors import ConfigError, opt
+from hvdtrain.config.facts import Facts
+from hvdtrain.config.model import ModelConfig
+from hvdtrain.config.options import check
 from hvdtrain.parallel.context.split import AXIS as CONTEXT
 from hvdtrain.parallel.context.split import agree_on_model, separated, split_sequences
 from hvdtrain.parallel.tensor.flow.trace import built, input_specs
@@ -44,11 +46,7 @@ def parallelize(
     """
     backend = current_exchange()
     along = backend.along(CONTEXT)
-    if along.size > 1 and sequence_parallel:
-        raise ConfigError(
-            f"{opt('sequence_parallel')} cuts sequences along tp, and cp={along.size} cuts them too: leave out one of "
-            "the two."
-        )
+    check(ModelConfig(sequence_parallel=sequence_parallel), facts=Facts(cp=along.size))
     of_many = rules == KERAS_HUB
     of_layers, of_sequences = separated(DECODERS if of_many else rules)
     if of_layers or "tp" in backend.axes:

@@ -13,7 +13,8 @@ from hvdtrain.checkpoint.checkpointer import Checkpointer
 from hvdtrain.checkpoint.index import read_index
 from hvdtrain.checkpoint.lock import FolderLock, locked
 from hvdtrain.config.errors import CheckpointError, ConfigError
-from hvdtrain.config.observability import trace_config
+from hvdtrain.config.facts import Facts
+from hvdtrain.config.options import check
 from hvdtrain.config.run import Config
 from hvdtrain.data.identity import Identity, identity_of
 from hvdtrain.data.pipeline import SourceTraining, check_passes
@@ -40,12 +41,11 @@ from hvdtrain.runs.run_files import (
     write_end,
     write_start,
 )
-from hvdtrain.runs.trainers import run_trainer, step_arguments
+from hvdtrain.runs.trainers import run_trainer
 from hvdtrain.runtime.logs import LOGGER
 from hvdtrain.runtime.session import Session
-from hvdtrain.training.elastic import Commits, check_elastic
+from hvdtrain.training.elastic import Commits, check_launcher
 from hvdtrain.training.loop.loop import Plan
-from hvdtrain.training.options import step_options
 from hvdtrain.training.trainer import Trainer
 
 
@@ -99,7 +99,8 @@ def _train(
     commits: Commits | None,
 ) -> dict[str, Any]:
     if commits is not None:
-        check_elastic(session, backend.name, step_options(step_arguments(config)), config.data.shard_by)
+        check_launcher(session)
+        check(config, facts=Facts(backend=backend.name))
     source = run_data(config, backend)
     data = source.training
     tolerant = data if isinstance(data, SourceTraining) else None
@@ -224,7 +225,7 @@ def _check_steps(config: Config, done: int, total: int, *, finished: bool) -> No
             "--epochs or --max-steps extend it."
         )
     reported = config.observability
-    trace = trace_config(reported.timeline, reported.profile, reported.profile_ranks)
+    trace = reported.trace
     if trace is not None and trace.steps is not None and not done < trace.steps[0] <= trace.steps[1] <= total:
         raise ConfigError(
             f"--profile {reported.profile} names steps that this run does not take: it goes from step {done + 1} to "

@@ -8,8 +8,10 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend, gather
 from hvdtrain.config.data import DataConfig
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.facts import Facts
+from hvdtrain.config.options import check
 from hvdtrain.config.run import Config
+from hvdtrain.config.training import TrainingConfig
 from hvdtrain.config.user_code import is_user_code
 from hvdtrain.data.augment import augmentation
 from hvdtrain.data.bad_records import Gather
@@ -37,21 +39,7 @@ def stream_training(source: StreamSource, config: Config, backend: Backend) -> T
         ConfigError: options that need samples with numbers, or data that never end without --steps-per-epoch.
         DataError: ranks that read other batches.
     """
-    data = config.data
-    unfit = {
-        "--augment": data.augment,
-        "--tail": data.tail != "pad",
-        "--shard-by": data.shard_by != "samples",
-        "--on-bad-record": data.tolerated,
-        "--cache file": data.cache == "file",
-        "--data-threads": data.data_threads,
-        "--data-memory-mb": data.data_memory_mb,
-    }
-    if option := next((option for option, used in unfit.items() if used), None):
-        raise ConfigError(
-            f"{option} is for samples that are read by their numbers, and {source.name} gives batches in an order "
-            "of its own. Leave it out, or use --cache memory, which reads all of them once into memory."
-        )
+    check(config.data, facts=Facts(stream=source.name))
     return training_data(
         source.batches(config.data.batch, "batch"),
         backend,
@@ -99,7 +87,7 @@ def run_data(config: Config, backend: Backend) -> RunData:
 
     splits = replace(splits, train=kept(splits.train), validation=kept(splits.validation))
     training, steps = _training(config, splits, backend), config.training.validation_steps
-    _refuse_steps("--validation-steps", steps, splits.validation)
+    _refuse_steps(TrainingConfig(validation_steps=steps), splits.validation)
     validation = evaluation_of(splits.validation, config.data, splits, backend, steps=steps)
     return RunData(splits, loaded, training, validation)
 
@@ -140,7 +128,7 @@ def _training(config: Config, splits: DataSplits, backend: Backend) -> TrainingD
     data = config.data
     if is_stream(splits.train):
         return stream_training(splits.train, config, backend)
-    _refuse_steps("--steps-per-epoch", config.training.steps_per_epoch, splits.train)
+    _refuse_steps(TrainingConfig(steps_per_epoch=config.training.steps_per_epoch), splits.train)
     options = replace(
         _read_options(data, splits),
         augment=augmentation(data.augment, spec=splits.train.spec, classes=splits.classes),
@@ -181,12 +169,9 @@ def waiting_advice(config: DataConfig, *, heavy: bool) -> str:
     return f"What helps: {', '.join(named)}." if named else ""
 
 
-def _refuse_steps(option: str, steps: int | None, source: Source) -> None:
-    if steps is not None and not is_stream(source):
-        raise ConfigError(
-            f"{option} is for a Dataset, PyDataset or generator of --data PACKAGE.MODULE:FUNCTION that is streamed; "
-            f"{source.name} has {source.size:,} samples. Leave it out, or use --max-steps."
-        )
+def _refuse_steps(options: TrainingConfig, source: Source) -> None:
+    if not is_stream(source):
+        check(options, facts=Facts(samples=f"{source.name} with {source.size:,} samples"))
 
 
 def evaluation_of(

@@ -8,7 +8,8 @@ from typing import Any
 
 from hvdtrain.backends.planned import planned
 from hvdtrain.backends.protocol import Backend
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.facts import Facts
+from hvdtrain.config.options import check
 from hvdtrain.config.parallel import parse_axes
 from hvdtrain.config.run import Config
 from hvdtrain.data.batch import Batch
@@ -25,10 +26,9 @@ from hvdtrain.runs.run_data import RunData, check_batch
 from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.mesh import Mesh
 from hvdtrain.runtime.session import check_parallel
-from hvdtrain.training.assembly import check_expert_parallel, check_split
-from hvdtrain.training.elastic import check_undivided
+from hvdtrain.training.assembly import check_split
 from hvdtrain.training.evaluation.predict import build_for
-from hvdtrain.training.options import StepOptions, step_options
+from hvdtrain.training.options import StepOptions
 from hvdtrain.training.trainer import Trainer
 
 ANY_STEPS = 10**9
@@ -49,23 +49,10 @@ def run_trainer(config: Config, source: RunData, backend: Backend) -> Trainer:
 
 def checked_trainer(config: Config, splits: DataSplits, backend: Backend, steps: int) -> Trainer:
     """Return the trainer for data of `splits`, with a schedule of the learning rate over `steps`."""
-    check_sequence_parallel(config, backend)
+    check(config.model, facts=Facts.on_mesh(backend.axes))
     trainer = trainer_for(config, shape=splits.sample_shape, classes=splits.classes, backend=backend, steps=steps)
     check_shapes(trainer.model, splits, model_family(config.model).loss())
     return trainer
-
-
-def check_sequence_parallel(config: Config, backend: Backend) -> None:
-    """Refuse --sequence-parallel where no ranks share matrices.
-
-    Raises:
-        ConfigError: naming the options.
-    """
-    if config.model.sequence_parallel and "tp" not in backend.axes:
-        raise ConfigError(
-            "--sequence-parallel has no effect without --parallel tp=N: leave it out, or go on with a run that had it "
-            "by --sequence-parallel False."
-        )
 
 
 def trainer_for(config: Config, shape: Any, classes: int | None, backend: Backend, steps: int) -> Trainer:
@@ -162,11 +149,9 @@ def check_start(config: Config, ranks: int) -> None:
     mesh = Mesh.of(axes, 0, ranks)
     environment = replace(detect_environment({}), launcher="mpirun", size=ranks, elastic=config.elastic.elastic)
     check_parallel(runtime, environment, with_horovod=runtime.backend in ("auto", "horovod"))
-    if config.elastic.elastic:
-        check_undivided(step_options(step_arguments(config)), config.data.shard_by)
     with planned(runtime, mesh) as backend:
         check_batch(config, backend)
-        check_sequence_parallel(config, backend)
+        check(config.model, facts=Facts.on_mesh(backend.axes))
     if not (set(backend.axes) - {"dp"} or (config.update.zero and ranks > 1)):
         return
     splits = load_splits(config.data, config.training.seed)
@@ -175,7 +160,6 @@ def check_start(config: Config, ranks: int) -> None:
             trainer = checked_trainer(config, splits, backend, _schedule_steps(config, splits))
             if trainer.model.built:
                 check_split(trainer.model, backend.axes)
-                check_expert_parallel(trainer.model, trainer.options)
 
 
 def _schedule_steps(config: Config, splits: DataSplits) -> int:

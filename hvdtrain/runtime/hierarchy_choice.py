@@ -6,7 +6,8 @@ from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING
 
-from hvdtrain.config.errors import ConfigError, opt
+from hvdtrain.config.elastic import ElasticConfig
+from hvdtrain.config.options import check
 from hvdtrain.config.runtime import HierarchyName, RuntimeConfig
 from hvdtrain.runtime.control.channel import ControlChannel, gather
 from hvdtrain.runtime.launchers import Environment
@@ -33,11 +34,7 @@ def resolve_hierarchy(config: RuntimeConfig, environment: Environment, environ: 
     if choice == "auto" and HOROVOD_VARIABLE in environ:
         choice = "always" if environ[HOROVOD_VARIABLE].strip() not in ("", "0") else "never"
     if environment.elastic:
-        if config.hierarchical_allreduce == "always":
-            raise ConfigError(
-                f"{opt('hierarchical_allreduce', 'always')} needs hosts that stay, and those of an elastic job come "
-                f"and go. Received: {opt('elastic')} hosts from horovodrun. Leave it out."
-            )
+        check(config, ElasticConfig(elastic=True))
         return "never"
     # What is measured may come out otherwise in the next run.
     return "never" if choice == "auto" and config.deterministic else choice

@@ -11,7 +11,6 @@ from typing import Any
 
 from hvdtrain.compat import warn_of_untested_keras
 from hvdtrain.config.errors import ConfigError, LaunchError, opt
-from hvdtrain.config.observability import TraceConfig
 from hvdtrain.config.parallel import REST, parse_axes
 from hvdtrain.config.runtime import IN_ONE_PROCESS, OF_TF_DISTRIBUTE, WITH_REPLICAS, RuntimeConfig
 from hvdtrain.runtime.broken_links import exchange_places
@@ -34,7 +33,6 @@ from hvdtrain.runtime.malloc import Malloc, choose_malloc
 from hvdtrain.runtime.mesh import Mesh
 from hvdtrain.runtime.startup import end_iterators_at_once, import_tensorflow
 from hvdtrain.runtime.strategies import OpenStrategy, open_strategy, prepare_devices, roles_of
-from hvdtrain.runtime.tracing.trace import Trace
 from hvdtrain.runtime.tuning import FUSION_THRESHOLD, fuse_nothing, lose_silent_ranks, outlast_hangs
 from hvdtrain.runtime.world import World, open_world
 
@@ -258,22 +256,6 @@ def join_next_world(session: Session) -> Session:
     following.arguments = session.arguments
     set_current(following)
     return following
-
-
-def new_trace(config: TraceConfig | None, backend: str) -> Trace | None:
-    """Return what records a job on `backend`; None where nothing is to be recorded.
-
-    Raises:
-        ConfigError: a backend of tf.distribute, whose exchange is not Horovod's.
-    """
-    if config is None:
-        return None
-    if backend in OF_TF_DISTRIBUTE:
-        raise ConfigError(
-            f"{opt('timeline')} records the exchange of Horovod: {opt('backend', backend)} does not take it. Leave it "
-            "out; TensorFlow's own profiler shows that of tf.distribute."
-        )
-    return Trace(config)
 
 
 def _start_tensorflow(link: Link, config: RuntimeConfig, plan: DevicePlan, gpu: int | None) -> OpenStrategy | None:

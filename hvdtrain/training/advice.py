@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from statistics import median
 from typing import Any
 
@@ -10,7 +9,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.errors import opt
-from hvdtrain.config.parallel import PipelineConfig
+from hvdtrain.config.options import notes as notes_on
 from hvdtrain.config.training import CompressionName
 from hvdtrain.gradients.reduction import GradientReducer, ReductionOptions
 from hvdtrain.observability.events import Observer, RunInfo
@@ -18,7 +17,8 @@ from hvdtrain.observability.wording import plural
 from hvdtrain.parallel.pipeline.schedule import ideal_bubble
 from hvdtrain.parallel.pipeline.stage import PipelineStage
 from hvdtrain.state.train_state import TrainState
-from hvdtrain.training.options import EXCHANGE_OPTIONS, StepOptions
+from hvdtrain.training.assembly import job_facts
+from hvdtrain.training.options import StepOptions
 
 MOST_ELEMENTS = 4 * 1024 * 1024
 """Gradients larger than this are judged by a part of this size: beyond it both times grow with the size alone."""
@@ -110,15 +110,16 @@ class Announcer:
             self._compression_cost = compression_cost(self._backend, state.parameters(), self._options.compression)
         observers.on_start(info)
         lines = advice(info, self._options, compression_cost=self._compression_cost, narrow_outputs=narrow_outputs)
-        lines += _unchecked(self._options, self._backend.processes)
-        lines += pipeline_notes(state.model, self._options)
+        lines += notes_on(self._options, facts=job_facts(self._backend))
+        if isinstance(state.model, PipelineStage):
+            lines += pipeline_notes(state.model, self._options)
         for line in [*self._notes, *notes, *self._backend.remarks, *lines]:
             observers.on_message(info.wording(line))
 
 
 def advice(info: RunInfo, options: StepOptions, *, compression_cost: float, narrow_outputs: bool) -> list[str]:
     """Return the warnings; `narrow_outputs` says whether the model has 16-bit outputs."""
-    lines = [_tiny(info), compression_warning(options.compression, compression_cost), _idle(info, options)]
+    lines = [_tiny(info), compression_warning(options.compression, compression_cost)]
     lines.append(_precision(options.precision))
     if narrow_outputs:
         lines.append(
@@ -153,29 +154,8 @@ def _precision(precision: str | None) -> str | None:
     return None
 
 
-def _idle(info: RunInfo, options: StepOptions) -> str | None:
-    idle = [opt(name) for name in EXCHANGE_OPTIONS if name in options.chosen()]
-    if info.world_size > 1 or not idle:
-        return None
-    return f"note: one process exchanges nothing: {_without_effect(idle)}."
-
-
-def _without_effect(flags: list[str]) -> str:
-    return f"{', '.join(flags)} {'has' if len(flags) == 1 else 'have'} no effect"
-
-
-def _unchecked(options: StepOptions, processes: int) -> list[str]:
-    if processes > 1 or "desync_every" not in options.chosen():
-        return []
-    return [f"note: one process has no other rank to compare its weights with: {opt('desync_every')} has no effect."]
-
-
-def pipeline_notes(model: Any, options: StepOptions) -> list[str]:
-    """Describe a pipeline's stages and bubble, or its options without effect."""
-    if not isinstance(model, PipelineStage):
-        names = [field.name for field in fields(PipelineConfig) if field.name in options.chosen()]
-        flags = [opt(name) for name in names]
-        return [f"note: without {opt('parallel')} pp=N {_without_effect(flags)}."] if flags else []
+def pipeline_notes(model: PipelineStage, options: StepOptions) -> list[str]:
+    """Describe a pipeline's stages and bubble."""
     cut, chunks = model.whole.cut, options.virtual_stages
     costs = [cut.cost(stage) for stage in range(cut.stages)]
     shares = ", ".join(

@@ -1,6 +1,7 @@
 """Build models and optimizers from a user's objects, names or functions."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -9,19 +10,24 @@ from hvdtrain.backends.protocol import Backend
 from hvdtrain.compat.keras import flatten_layers
 from hvdtrain.compat.keras_variables import trained_variables
 from hvdtrain.config.errors import ConfigError, opt
+from hvdtrain.config.facts import Facts
 from hvdtrain.config.registry import suggestion
 from hvdtrain.gradients.distributed_optimizer import refuse_exchange_of_microbatches
 from hvdtrain.layers.convert import with_sync_batch_norm
 from hvdtrain.layers.exchanging import exchanging_layers
+from hvdtrain.layers.experts import expert_layers
 from hvdtrain.layers.recompute import Recompute
 from hvdtrain.layers.sync_batch_norm import sync_layers
-from hvdtrain.optim.optimizers import check_updates_slices, known_optimizers
+from hvdtrain.optim.averaging import innermost
+from hvdtrain.optim.optimizers import known_optimizers, whole_update
 from hvdtrain.optim.precision import precision, set_precision
+from hvdtrain.parallel.pipeline.stage import PipelineStage
 from hvdtrain.runtime.placement import placement_of
 from hvdtrain.state.initial_values import build_lazily
 from hvdtrain.state.layer_states import copy_states
 from hvdtrain.state.optimizers import optimizers_of
 from hvdtrain.training.options import StepOptions
+from hvdtrain.training.step.batches import has_own_train_step
 from hvdtrain.training.update_rules.select import builds_sharded
 from hvdtrain.training.update_rules.zero.building import build_with_shards
 
@@ -69,44 +75,55 @@ def converted(model: Any, options: StepOptions) -> Any:
     """Return `model`, or a copy with layers converted as in `options`."""
     if not options.sync_batch_norm:
         return model
-    if splits_sequences(model) or any(placement_of(variable) is not None for variable in model.variables):
-        raise ConfigError(
-            f"{opt('sync_batch_norm')} copies the model, and {model.name!r} is split among ranks: use "
-            "hvdtrain.SyncBatchNormalization in its code, and leave the option out."
-        )
     copy = with_sync_batch_norm(model)
     copy_states(model, copy)
     return copy
 
 
-def check_layers(model: Any, options: StepOptions) -> None:
-    """Reject options incompatible with layers of `model` (ConfigError naming both)."""
-    if options.jit and any(isinstance(layer, Recompute) for layer in flatten_layers(model)):
-        raise ConfigError(
-            f"XLA merges the second forward pass of hvdtrain.Recompute with the first: leave out {opt('jit')}."
-        )
-    synchronized = sync_layers(model)
-    exchanging = [layer for layer in exchanging_layers(model) if layer.exchanges]
-    compiled: list[Any] = [*exchanging, *synchronized] if options.jit else []
-    for layer in compiled:
-        raise ConfigError(
-            f"XLA cannot hold the exchange of {type(layer).__name__} {layer.name!r}: leave out {opt('jit')}."
-        )
-    if synchronized and options.reduce_op == "adasum":
-        raise ConfigError(
-            "Adasum combines gradients of one rank each, and SyncBatchNormalization "
-            f"{synchronized[0].name!r} gives every rank a part of the others': leave out {opt('reduce_op', 'adasum')}."
-        )
+def job_facts(backend: Backend, controller: str | None = None) -> Facts:
+    """Return what `backend` says about a job; `controller` is Horovod's."""
+    return Facts.on_mesh(
+        backend.axes,
+        backend=backend.name,
+        size=backend.size,
+        processes=backend.processes,
+        controller=controller if backend.size > 1 else None,
+    )
 
 
-def refuse_carried_states(model: Any) -> None:
-    """Reject recurrent layers that carry states from batch to batch, by the place of a sample in it (ConfigError)."""
-    for layer in flatten_layers(model):
-        if getattr(layer, "stateful", False):
-            raise ConfigError(
-                f"{type(layer).__name__} {layer.name!r} is stateful: it carries the state of each sample of a batch to "
-                "the next batch, and a rank has a slice of the batch. Train it in one process, or use stateful=False."
-            )
+def model_facts(job: Facts, model: Any, optimizer: Any = None) -> Facts:
+    """Return `job` with what is known of the model's layers and variables, and of its optimizer."""
+    layers = flatten_layers(model)
+    exchanging = exchanging_layers(model)
+    experts = expert_layers(model)
+    divided = [layer for layer in exchanging if layer.divided]
+    placed = [(v, placement) for v in model.variables if (placement := placement_of(v)) is not None]
+    tied = model.tied.items() if isinstance(model, PipelineStage) else ()
+    inner = None if optimizer is None else innermost(optimizer)
+    return replace(
+        job,
+        own_step=_named(model) if has_own_train_step(model) else "",
+        sync_layer=_first(sync_layers(model)),
+        stateful_layer=_first(layer for layer in layers if getattr(layer, "stateful", False)),
+        recompute_layer=_first(layer for layer in layers if isinstance(layer, Recompute)),
+        exchanging_layer=_first(layer for layer in exchanging if layer.exchanges),
+        divided_layer=_first(divided),
+        sharded_table=_first(layer for layer in divided if layer not in experts),
+        experts=next((v.path for v, placement in placed if placement.held_by and v.trainable), ""),
+        split=_named(model) if any(placement.axes for _, placement in placed) else "",
+        tied_weight=next((path for path, weight in tied if weight.trainable), ""),
+        loss_scale=type(optimizer).__name__ if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else "",
+        whole_optimizer="" if inner is None else whole_update(inner),
+        global_clipnorm=f"{type(inner).__name__}(global_clipnorm=…)" if getattr(inner, "global_clipnorm", None) else "",
+    )
+
+
+def _first(layers: Iterable[Any]) -> str:
+    return next(map(_named, layers), "")
+
+
+def _named(layer: Any) -> str:
+    return f"{type(layer).__name__} {layer.name!r}"
 
 
 def check_split(model: Any, axes: Mapping[str, int]) -> None:
@@ -127,57 +144,9 @@ def check_split(model: Any, axes: Mapping[str, int]) -> None:
             )
 
 
-def check_expert_parallel(model: Any, options: StepOptions) -> None:
-    """Reject options that do not support expert-parallel variables. Raises ConfigError naming the option."""
-    held = next((v for v in model.trainable_variables if (p := placement_of(v)) is not None and p.held_by), None)
-    unfit = {
-        opt("local_steps", options.local_steps): options.local_steps is not None,
-        opt("reduce_op", "adasum"): options.reduce_op == "adasum",
-    }
-    for option, used in unfit.items():
-        if held is not None and used:
-            raise ConfigError(
-                f"{option} exchanges every variable with all ranks, and those along ep hold different slices of "
-                f"{held.path}: leave out {option}, or ep in {opt('parallel')}."
-            )
-
-
-def check_slices(model: Any, optimizer: Any, options: StepOptions) -> None:
-    """Reject an optimizer or options that need full variables. Raises ConfigError naming them."""
-    placements = [placement_of(variable) for variable in model.variables]
-    axes = {axis for placement in placements if placement is not None for axis in placement.axes}
-    if not axes:
-        return
-    check_updates_slices(optimizer, f"{opt('parallel')} {','.join(sorted(axes))}=N")
-    if options.jit:
-        raise ConfigError(
-            f"XLA cannot hold the exchanges of a model that is split among ranks: leave out {opt('jit')}."
-        )
-    if options.reduce_op == "adasum":
-        raise ConfigError(
-            "Adasum combines whole gradients, and ranks of a model that is split hold slices: leave out "
-            f"{opt('reduce_op', 'adasum')}."
-        )
-
-
 def splits_sequences(model: Any) -> bool:
     """Return whether the sequences of `model` are sharded along cp."""
     return "cp" in getattr(model, "split_along", ())
-
-
-def check_sequences(model: Any, options: StepOptions) -> None:
-    """Reject options that do not support sequences sharded along cp. Raises ConfigError naming the option."""
-    unfit = {
-        opt("jit"): options.jit,
-        opt("reduce_op", "adasum"): options.reduce_op == "adasum",
-        opt("local_steps", options.local_steps): options.local_steps is not None,
-    }
-    for option, used in unfit.items():
-        if used and splits_sequences(model):
-            raise ConfigError(
-                f"Ranks along cp compute one gradient together, and exchange positions within each step: leave out "
-                f"{option}, or cp in {opt('parallel')}."
-            )
 
 
 def built_optimizer(optimizer: Any, model: Any) -> Any:

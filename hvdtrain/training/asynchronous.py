@@ -11,10 +11,8 @@ import tensorflow as tf
 
 from hvdtrain.backends.parameter_server import ParameterServerBackend
 from hvdtrain.backends.protocol import Backend, Future, Workers
-from hvdtrain.compat.keras import flatten_layers
-from hvdtrain.config.errors import ConfigError, DataError, opt
+from hvdtrain.config.errors import DataError
 from hvdtrain.data.batch import Batch, as_batch
-from hvdtrain.layers.recompute import Recompute
 from hvdtrain.state.optimizers import rate_of
 from hvdtrain.state.structure import seed_states
 from hvdtrain.state.train_state import TrainState
@@ -33,21 +31,13 @@ from hvdtrain.training.update_rules.base import UpdateRule
 
 
 class AsynchronousStepFactory(KerasStepFactory):
-    """hvdtrain's step and evaluation, dispatched to workers.
-
-    Raises ConfigError for a layer that would use other random numbers in the backward pass.
-    """
+    """hvdtrain's step and evaluation, dispatched to workers."""
 
     def __init__(
         self, backend: ParameterServerBackend, model: Any, optimizer: Any, objective: Objective, options: StepOptions
     ) -> None:
         self._workers = backend.workers
         super().__init__(backend, model, optimizer, objective, options)
-        if any(isinstance(layer, Recompute) for layer in flatten_layers(model)):
-            raise ConfigError(
-                f"hvdtrain.Recompute is not for {opt('backend', backend.name)}: leave it out, or use "
-                f"{opt('backend', 'horovod')}."
-            )
 
     def _new_evaluator(self) -> KerasEvaluator:
         return AsynchronousEvaluator(self._backend, self._workers, self._model)

@@ -13,6 +13,8 @@ from hvdtrain.backends.select import backend_for
 from hvdtrain.checkpoint.background import BackgroundSaver
 from hvdtrain.compat.keras import last_compile
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.facts import Facts
+from hvdtrain.config.options import check
 from hvdtrain.config.registry import resolve
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.pipeline import SourceTraining, TrainingData
@@ -30,24 +32,23 @@ from hvdtrain.training.advice import Announcer
 from hvdtrain.training.agreement import agree_on_call, settings_of
 from hvdtrain.training.assembly import (
     built_optimizer,
-    check_expert_parallel,
-    check_sequences,
-    check_slices,
     check_split,
     converted,
+    job_facts,
+    model_facts,
     model_for,
     refuse_instances,
 )
 from hvdtrain.training.compile_settings import Objective, compiled_code, merge_compile_settings
 from hvdtrain.training.elastic import Commits, HostsCheck
 from hvdtrain.training.evaluation.evaluate import Evaluation, EvaluationHooks, broadcast_first_weights, weights_of
-from hvdtrain.training.loop.bad_steps import check_rollback, rollback_to
+from hvdtrain.training.loop.bad_steps import rollback_to
 from hvdtrain.training.loop.keras_callbacks import evaluation_callbacks
 from hvdtrain.training.loop.loop import Actions, Plan
 from hvdtrain.training.loop.report import FitResult
 from hvdtrain.training.loop.standard_hooks import StandardTraining
 from hvdtrain.training.options import StepOptions, TrainerOptions, step_options
-from hvdtrain.training.pipelined.staging import check_optimizer, staged
+from hvdtrain.training.pipelined.staging import staged
 from hvdtrain.training.run_info import run_info
 from hvdtrain.training.step.contract import CompiledStep
 from hvdtrain.training.step.step_factory import KerasStepFactory
@@ -88,8 +89,7 @@ class TrainerCore:
     ) -> None:
         self.backend = backend or backend_for(current())
         self.options = step_options(dict(options))
-        self.options.check_backend(self.backend.name, self.backend.capabilities.lacks)
-        self.options.check_world(self.backend.size, current().environment.controller)
+        check(self.options, facts=self._job())
         if self.backend.capabilities.needs_builders:
             refuse_instances(self.backend.name, model, optimizer)
         self._seed = seed
@@ -98,12 +98,10 @@ class TrainerCore:
             self._eager = bool(getattr(built, "run_eagerly", False))
             chosen = Objective(loss, metrics, loss_weights, weighted_metrics)
             optimizer, objective, notes = merge_compile_settings(built, optimizer, chosen)
+            check(self.options, facts=model_facts(self._job(), built))
             own = not isinstance(model, keras.Model)
             self.model = staged(converted(built, self.options), self.backend, self.options, own=own)
             optimizer = with_loss_scaling(built_optimizer(optimizer, self.model), self.model)
-            check_slices(self.model, optimizer, self.options)
-            check_sequences(self.model, self.options)
-            check_optimizer(self.model, optimizer)
         self._parts = optimizer, objective, notes
         self._scalars_before: Mapping[str, Any] | None = None
         self._assemble()
@@ -111,6 +109,7 @@ class TrainerCore:
     def _assemble(self) -> None:
         """(Re)create everything that depends on the number of replicas."""
         optimizer, objective, notes = self._parts
+        check(self.options, facts=model_facts(self._job(), self.model, optimizer))
         self.backend.prepare(optimizer)
         # The sums of losses and metrics are each replica's own, where a process has several.
         with self.backend.scope() if self.backend.local_size > 1 else nullcontext():
@@ -122,6 +121,9 @@ class TrainerCore:
         self._announcer = Announcer(self.backend, self.options, notes)
         self._predictor = self._factory.predictor()
         self._compiled = last_compile(self.model)
+
+    def _job(self) -> Facts:
+        return job_facts(self.backend, current().environment.controller)
 
     @property
     def optimizer(self) -> Any:
@@ -184,8 +186,7 @@ class TrainerCore:
         with precision(self.options.precision), compiled_code(self.model, eager=self._eager):
             self._build_variables(batch, training=training)
         check_split(self.model, self.backend.axes)
-        check_slices(self.model, self.optimizer, self.options)
-        check_expert_parallel(self.model, self.options)
+        check(self.options, facts=model_facts(self._job(), self.model, self.optimizer))
         if is_split(self.model):
             refuse_saving_shards(self.model)
         with self.backend.scope():
@@ -231,7 +232,7 @@ class TrainerCore:
         Raises:
             ConfigError: as `fit`; or a restored callback has lost its best weights (`restore_best_weights=True`).
         """
-        check_rollback(self.options, saves=isinstance(save, BackgroundSaver))
+        check(self.options, facts=Facts(saves=isinstance(save, BackgroundSaver)))
         sizes = {"data.batch": data.batch, "data.steps_per_epoch": data.steps_per_epoch}
         self._agree("train", {"plan": plan, **sizes, "validation": validation, "save": save}, callbacks)
         self.broadcast_state()

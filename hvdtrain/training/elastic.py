@@ -11,15 +11,12 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend, gather
-from hvdtrain.config.data import Sharding
 from hvdtrain.config.errors import ConfigError, LaunchError, opt
 from hvdtrain.observability.wording import plural
 from hvdtrain.runtime.control.agreement import check_same_call, encode_call
 from hvdtrain.runtime.elastic import HostsChangedError
 from hvdtrain.runtime.session import Session
 from hvdtrain.state.train_state import TrainState
-from hvdtrain.training.options import StepOptions
-from hvdtrain.training.update_rules.select import DEFAULT, chosen_rule
 
 NO_COMMIT = -1
 MOST_IN_VAIN = 10
@@ -164,35 +161,13 @@ class HostsCheck:
             raise HostsChangedError("The hosts of the job have changed.")
 
 
-def check_elastic(session: Session, backend: str, options: StepOptions, shard_by: Sharding = "samples") -> None:
-    """Reject elastic training where it is not supported.
-
-    Raises ConfigError if not under horovodrun with host discovery, or for an option that shards state or data over
-    ranks.
-    """
+def check_launcher(session: Session) -> None:
+    """Reject elastic training under a launcher that does not replace ranks (ConfigError)."""
     if not session.elastic:
         raise ConfigError(
             f"{opt('elastic')} needs a launcher that replaces ranks: horovodrun with a host discovery script. "
             f"Received: {_launcher(session)}. Elsewhere restart the job from its newest checkpoint, on any "
             "number of ranks."
-        )
-    if backend != "horovod":
-        raise ConfigError(f"{opt('elastic')} is for {opt('backend', 'horovod')}. Received: {opt('backend', backend)}.")
-    check_undivided(options, shard_by)
-
-
-def check_undivided(options: StepOptions, shard_by: Sharding) -> None:
-    """Reject options that shard state or data over ranks. Raises ConfigError naming the option."""
-    rule = chosen_rule(options)
-    if rule != DEFAULT:
-        raise ConfigError(
-            f"{opt(rule)} does not go with {opt('elastic')}: every rank must hold all of the state. Leave out one of "
-            "them."
-        )
-    if shard_by == "files":
-        raise ConfigError(
-            f"--shard-by files does not go with {opt('elastic')}: within an epoch its files cannot be divided among "
-            "other ranks. Leave out one of them."
         )
 
 

@@ -8,15 +8,17 @@ from dataclasses import asdict, replace
 
 from hvdtrain.backends.select import backend_for
 from hvdtrain.config.checkpoint import Checkpoint, checkpoint_of
+from hvdtrain.config.elastic import ElasticConfig
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.facts import Facts
+from hvdtrain.config.options import check
 from hvdtrain.runtime.interrupts import InterruptWatch
 from hvdtrain.runtime.logs import LOGGER
 from hvdtrain.runtime.session import Session, current, join_next_world
 from hvdtrain.runtime.stopping import StopAgreement, Stopped
 from hvdtrain.state.scalars import Scalars
-from hvdtrain.training.elastic import Commits, check_elastic
+from hvdtrain.training.elastic import Commits, check_launcher
 from hvdtrain.training.fit_arguments import FitArguments
-from hvdtrain.training.loop.bad_steps import check_rollback
 from hvdtrain.training.loop.keras_callbacks import go_on_writing
 from hvdtrain.training.loop.report import FitResult, summary_of
 from hvdtrain.training.resumable import (
@@ -46,7 +48,7 @@ class FittingTrainer(ResumableTrainer):
         if backup is not None:
             refuse_both(saved, backup)
             saved = backup.checkpoint
-        check_rollback(self.options, saves=saved is not None)
+        check(self.options, facts=Facts(saves=saved is not None))
         data, validation = arguments.streams(self.backend, self._seed)
         source = getattr(data, "source", None)
         if source is not None:
@@ -87,7 +89,8 @@ class FittingTrainer(ResumableTrainer):
 
     def _fit_elastically(self, arguments: FitArguments, commit_every: int) -> FitResult:
         """Train in this world and its successors, as ranks leave and join."""
-        check_elastic(current(), self.backend.name, self.options)
+        check_launcher(current())
+        check(ElasticConfig(elastic=True), self.options, facts=Facts(backend=self.backend.name))
         _refuse_ranks_own(arguments)
         commits, entered = Commits(), True
         _note_training(current())

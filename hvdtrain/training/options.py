@@ -1,13 +1,12 @@
 """Options of the training step, named like the command-line flags."""
 
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypedDict
 
 from pydantic import TypeAdapter, ValidationError
 
 from hvdtrain.backends.protocol import Backend
-from hvdtrain.config.errors import ConfigError, opt
+from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.parallel import PipelineConfig, ScheduleName
 from hvdtrain.config.registry import suggestion
 from hvdtrain.config.runtime import RuntimeConfig
@@ -28,8 +27,6 @@ from hvdtrain.config.training import (
 from hvdtrain.gradients.reduction import ReductionOptions
 from hvdtrain.optim.clipping import Clipping
 
-EXCHANGE_OPTIONS = (*(field.name for field in (*fields(ExchangeConfig), *fields(UpdateConfig))), "sync_batch_norm")
-"""Options without effect on a single replica."""
 OF_INIT = frozenset(field.name for field in fields(RuntimeConfig))
 """Options of `init`."""
 
@@ -42,52 +39,6 @@ class StepOptions(
 
     precision: PrecisionName | None = None
     """Dtype policy for building the model; None: Keras' current one."""
-
-    def __post_init__(self) -> None:
-        for part in (
-            StepConfig,
-            ClippingConfig,
-            ExchangeConfig,
-            UpdateConfig,
-            PipelineConfig,
-            BadStepConfig,
-            DesyncConfig,
-        ):
-            part.__post_init__(self)
-        if self.jit and self.sync_batch_norm:
-            raise ConfigError(
-                f"{opt('jit')} cannot hold the exchange of {opt('sync_batch_norm')}: leave out one of them."
-            )
-        if self.jit and self.recompute:
-            raise ConfigError(
-                f"XLA merges the second forward pass of {opt('recompute')} with the first: leave out {opt('jit')}."
-            )
-
-    def refuse_with(self, rule: str, unfit: Mapping[str, bool]) -> None:
-        """Reject `unfit` options (as a user types them) for an update rule. Raises ConfigError naming one."""
-        for option, used in unfit.items():
-            if used:
-                raise ConfigError(f"{option} does not go with {rule}: leave out one of them.")
-
-    def check_world(self, size: int, controller: str) -> None:
-        """Reject Adasum without MPI, or on other than 2^n ranks."""
-        if self.reduce_op != "adasum" or size == 1:
-            return
-        if controller != "mpi":
-            raise ConfigError(f"{opt('reduce_op', 'adasum')} needs MPI: start with mpirun, or horovodrun --mpi.")
-        if size & (size - 1):
-            raise ConfigError(f"{opt('reduce_op', 'adasum')} needs 2, 4, 8 … ranks. Received: {size}.")
-
-    def check_backend(self, name: str, lacks: Collection[str]) -> None:
-        """Reject options that backend `name` `lacks`, and Adasum with them (ConfigError)."""
-        given = next((option for option in self.chosen() if option in lacks), None)
-        if given is None and lacks and self.reduce_op == "adasum":
-            given = "reduce_op"
-        if given is not None:
-            option = opt(given, self.reduce_op if given == "reduce_op" else None)
-            raise ConfigError(
-                f"{option} is not for {opt('backend', name)}: leave it out, or use {opt('backend', 'horovod')}."
-            )
 
     def chosen(self) -> dict[str, Any]:
         """Return the options with other values than the default, by name."""

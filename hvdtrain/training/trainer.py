@@ -11,8 +11,7 @@ from typing import Any
 import keras
 
 from hvdtrain.config.checkpoint import Checkpoint
-from hvdtrain.config.elastic import COMMIT_EVERY, check_commits
-from hvdtrain.config.errors import ConfigError, opt
+from hvdtrain.config.elastic import COMMIT_EVERY, ElasticConfig
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.streams.python_batches import as_function
 from hvdtrain.optim.precision import precision
@@ -176,11 +175,8 @@ class Trainer(FittingTrainer):
         )
         if preprocesses(self.model, x):
             arguments = preprocessed_arguments(self.model, arguments, self.backend)
-        if elastic:
-            return self._fit_elastically(arguments, check_commits(commit_every))
-        if commit_every != COMMIT_EVERY:
-            raise ConfigError(f"{opt('commit_every')} has no effect without {opt('elastic')}: leave it out.")
-        return self._fit(arguments)
+        ElasticConfig(elastic=elastic, commit_every=commit_every)
+        return self._fit_elastically(arguments, commit_every) if elastic else self._fit(arguments)
 
     def evaluate(
         self,

@@ -167,8 +167,8 @@ def test_what_elastic_training_does_not_go_with_is_refused(tmp_path):
     assert job.code == 0, job.text[-6000:]
     said = re.findall(r"(?:TRAINED|REFUSED .*)$", job.out, re.MULTILINE)
     expected = [
-        "zero does not go with elastic",
-        "local_steps does not go with elastic",
+        "zero=1 does not go with elastic",
+        "local_steps=2 does not go with elastic",
         "fit(shard='rank') does not go with elastic=True",
         "pass the function, not its generator",
         "commit_every must be at least 1. Received: 0",

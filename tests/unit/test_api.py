@@ -100,8 +100,8 @@ def test_everything_else_needs_init_first(use):
     ("options", "cause"),
     [
         ({"threads": 0}, "threads must be at least 1"),
-        ({"start_timeout": 0.0}, "start_timeout must be positive"),
-        ({"load_timeout": 0.0}, "load_timeout must be positive"),
+        ({"start_timeout": 0.0}, "start_timeout must be above 0"),
+        ({"load_timeout": 0.0}, "load_timeout must be above 0"),
     ],
 )
 def test_init_refuses_bad_options_and_leaves_no_session(options, cause):

@@ -38,7 +38,7 @@ import tensorflow as tf
 import yaml
 
 from hvdtrain.config.errors import ConfigError, DataError
-from hvdtrain.config.section import section
+from hvdtrain.config.options import section
 from hvdtrain.data.arrays import check_range, given_or_held_out
 from hvdtrain.data.files import find_data
 from hvdtrain.data.source import DataSplits

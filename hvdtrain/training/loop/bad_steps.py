@@ -8,13 +8,12 @@ import numpy as np
 from hvdtrain.backends.protocol import Backend, gather
 from hvdtrain.checkpoint.background import BackgroundSaver
 from hvdtrain.checkpoint.restore import restore
-from hvdtrain.config.errors import BadStepError, CheckpointError, ConfigError, NonFiniteError, opt
+from hvdtrain.config.errors import BadStepError, CheckpointError, NonFiniteError, opt
 from hvdtrain.config.training import BadStepConfig
 from hvdtrain.observability.wording import plural
 from hvdtrain.state.scalars import Scalars, scalars_from
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.loop.loss_monitor import BadStep
-from hvdtrain.training.options import StepOptions
 from hvdtrain.training.update_rules.base import UpdateRule
 
 NAMED = 3
@@ -138,15 +137,6 @@ def _of_ranks(bad: Sequence[bool]) -> str | None:
         return ""
     more = f" and {len(found) - 8} more" if len(found) > 8 else ""
     return f" of rank {found[0]}" if len(found) == 1 else f" of ranks {', '.join(found[:8])}{more}"
-
-
-def check_rollback(options: StepOptions, *, saves: bool) -> None:
-    """Reject rollbacks in a training without checkpoints. Raises ConfigError naming the option."""
-    if options.on_bad_step == "rollback" and not saves:
-        raise ConfigError(
-            f"{opt('on_bad_step', 'rollback')} goes back to the newest checkpoint of the training. Received: a "
-            f"training that saves none. Pass fit(…, checkpoint=FOLDER), or use {opt('on_bad_step', 'skip')}."
-        )
 
 
 def rollback_to(saver: BackgroundSaver, backend: Backend, state: TrainState, rule: UpdateRule) -> Callable[[], Scalars]:

@@ -13,10 +13,6 @@ from hvdtrain.backends.protocol import Backend, Collectives, gather
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.config.parallel import USER_AXES
 from hvdtrain.gradients.reduction import Gradient
-from hvdtrain.layers.exchanging import exchanging_layers
-from hvdtrain.layers.experts import expert_layers
-from hvdtrain.layers.sync_batch_norm import sync_layers
-from hvdtrain.optim.averaging import innermost
 from hvdtrain.parallel.pipeline.cut import changing_variables, cut_model, shared_variables
 from hvdtrain.parallel.pipeline.schedule import schedule_of
 from hvdtrain.parallel.pipeline.stage import PipelineStage, TiedWeight, assign_stages, stage_assignment_of
@@ -26,7 +22,6 @@ from hvdtrain.state.initial_values import materialize
 from hvdtrain.state.named_tensors import placed_tensor
 from hvdtrain.state.variables import unwrap
 from hvdtrain.training.options import StepOptions
-from hvdtrain.training.step.batches import has_own_train_step
 
 AXIS = "pp"
 
@@ -35,19 +30,19 @@ def staged(model: Any, backend: Backend, options: StepOptions, *, own: bool = Fa
     """Return this rank's stages, or `model` without a pp axis. Collective.
 
     With `own`, nothing else uses the model, and the weights of other stages are freed. Raises ConfigError for a model
-    that cannot be split, incompatible options, or ranks that would split it differently.
+    that cannot be split, or ranks that would split it differently.
     """
     ranks = backend.axes.get(AXIS, 1)
     if ranks == 1:
         return model
-    _check_options(options, ranks)
+    schedule_of(
+        options.pipeline_schedule, rank=0, ranks=ranks, microbatches=options.accumulate, chunks=options.virtual_stages
+    )
     split = backend.axes.get("tp", 1) > 1
     cut = cut_model(model, ranks * options.virtual_stages, options.pipeline_stages, split=split)
-    _check_model(model)
     stage = PipelineStage(model, cut, backend.along(AXIS).index, ranks)
     materialize(stage.variables)
     _refuse_shared_state(stage)
-    _refuse_rounding_by_stage(stage, options)
     _agree(stage, backend)
     gather_stages(stage, backend.along(AXIS))
     share_tied_weights(stage, backend.along(AXIS))
@@ -56,44 +51,6 @@ def staged(model: Any, backend: Backend, options: StepOptions, *, own: bool = Fa
     else:
         assign_stages(model, stage)
     return stage
-
-
-def _check_options(options: StepOptions, ranks: int) -> None:
-    """Reject options that pipelines do not support."""
-    options.refuse_with(
-        f"{opt('parallel')} pp=…",
-        {
-            opt("jit"): options.jit,
-            opt("sync_batch_norm"): options.sync_batch_norm,
-            opt("local_steps"): options.local_steps is not None,
-            opt("zero", options.zero): options.zero > 2,
-            opt("reduce_op", "adasum"): options.reduce_op == "adasum",
-        },
-    )
-    schedule_of(
-        options.pipeline_schedule, rank=0, ranks=ranks, microbatches=options.accumulate, chunks=options.virtual_stages
-    )
-
-
-def _check_model(model: Any) -> None:
-    experts = expert_layers(model)
-    divided = next((layer for layer in exchanging_layers(model) if layer.divided and layer not in experts), None)
-    if divided is not None:
-        raise ConfigError(
-            f"{type(divided).__name__} {divided.name!r} is divided among the ranks along ep, which does not go with "
-            f"{opt('parallel')} pp=…: layers of experts alone do. Leave pp out, or let each rank hold the whole table."
-        )
-    synchronized = sync_layers(model)
-    if synchronized:
-        raise ConfigError(
-            f"SyncBatchNormalization {synchronized[0].name!r} does not go with {opt('parallel')} pp=…: microbatches "
-            "pass a stage at different times on each rank. Use BatchNormalization."
-        )
-    if has_own_train_step(model):
-        raise ConfigError(
-            f"{type(model).__name__} {model.name!r} has a train_step of its own, which calls the whole model: it does "
-            f"not go with {opt('parallel')} pp=…."
-        )
 
 
 def _refuse_shared_state(stage: PipelineStage) -> None:
@@ -108,27 +65,6 @@ def _refuse_shared_state(stage: PipelineStage) -> None:
                 f"each change a copy. Received: a layer that stages {stages} call. Use a layer for each call, or cut "
                 f"the model elsewhere with {opt('pipeline_stages')}."
             )
-
-
-def _refuse_rounding_by_stage(stage: PipelineStage, options: StepOptions) -> None:
-    """Reject fp16 with tied weights: its scale depends on the message, so stages would diverge."""
-    tied = next((path for path, weight in stage.tied.items() if weight.trainable), None)
-    if tied is not None and options.compression == "fp16":
-        raise ConfigError(
-            f"{opt('compression', 'fp16')} does not go with a weight that several stages of a pipeline use. Received: "
-            f"{tied!r}. Its scale is that of each stage's message, and the stages would drift apart: use "
-            f"{opt('compression', 'bf16')}."
-        )
-
-
-def check_optimizer(model: Any, optimizer: Any) -> None:
-    """Reject global-norm clipping by the optimizer, wrong per stage (ConfigError)."""
-    inner = innermost(optimizer)
-    if isinstance(model, PipelineStage) and inner.global_clipnorm is not None:
-        raise ConfigError(
-            f"{type(inner).__name__}(global_clipnorm=…) would clip each stage of a pipeline by its own norm: use "
-            f"{opt('clip_norm', inner.global_clipnorm)}, which takes the norm over all stages."
-        )
 
 
 def _agree(stage: PipelineStage, backend: Backend) -> None:

@@ -48,8 +48,6 @@ def _computed(batch: Batch) -> Batch:
 
 def per_microbatch(batch: int, replicas: int, accumulate: int, *, uneven: bool = False) -> int:
     """Return the samples of a microbatch: `batch` / `replicas` / `accumulate`. Raises ConfigError if not divisible."""
-    if accumulate < 1:
-        raise ConfigError(f"{opt('accumulate')} must be at least 1. Received: {accumulate}.")
     if uneven:
         return -(-batch // (replicas * accumulate))
     mine = batch // replicas

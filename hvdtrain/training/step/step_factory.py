@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,20 +11,18 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.compat.keras import build_from, compile_arguments
-from hvdtrain.config.errors import ConfigError, DataError, opt
+from hvdtrain.config.errors import ConfigError, DataError
+from hvdtrain.config.options import check
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.shapes import check_source
 from hvdtrain.data.source import Source
 from hvdtrain.gradients.distributed_optimizer import refuse_exchange_of_microbatches
-from hvdtrain.layers.exchanging import exchanging_layers
 from hvdtrain.layers.recompute import recomputed_model
-from hvdtrain.layers.sync_batch_norm import sync_layers
 from hvdtrain.optim.averaging import innermost
-from hvdtrain.runtime.placement import placement_of
 from hvdtrain.state.optimizers import MAIN, optimizers_of
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.advice import narrow
-from hvdtrain.training.assembly import check_layers, refuse_carried_states, splits_sequences
+from hvdtrain.training.assembly import job_facts, model_facts, splits_sequences
 from hvdtrain.training.compile_settings import Objective, compile_for_trainer
 from hvdtrain.training.evaluation.evaluate import KerasEvaluator
 from hvdtrain.training.evaluation.predict import Predictor
@@ -45,7 +44,7 @@ from hvdtrain.training.step.optimizers import (
 )
 from hvdtrain.training.step.train_step import TrainStep
 from hvdtrain.training.update_rules.base import UpdateRule
-from hvdtrain.training.update_rules.select import DEFAULT, check_rule, chosen_rule, update_rule_for
+from hvdtrain.training.update_rules.select import update_rule_for
 
 
 class KerasStepFactory:
@@ -67,15 +66,6 @@ class KerasStepFactory:
         self._model = model
         self._options = options
         self._objective = objective
-        if backend.capabilities.needs_builders and has_own_train_step(model):
-            raise ConfigError(
-                f"{type(model).__name__} has a step of its own, which {opt('backend', backend.name)} cannot run: use "
-                f"{opt('backend', 'horovod')}, or {opt('backend', 'single')}."
-            )
-        check_layers(model, options)
-        if backend.size > 1:
-            refuse_carried_states(model)
-        check_rule(options, optimizer, backend)
         if type(model).compile is not keras.Model.compile:
             _set_optimizer(model, optimizer, objective)
         else:
@@ -140,9 +130,7 @@ class KerasStepFactory:
             else:
                 tf.function(self._model.test_step, autograph=False).get_concrete_function(keras_data(batch))
                 return
-        check_layers(self._model, self._options)  # there may be more of them by now
         if self._backend.size > 1:
-            refuse_carried_states(self._model)
             self._check_metrics(batch)
             self._check_states(batch)
             self.warnings = warnings_of_losses(self._model, batch)
@@ -276,7 +264,8 @@ class KerasStepFactory:
         if not self._several:
             self._exchange = None
             return
-        _refuse_with_several(self._model, self._options)
+        facts = model_facts(job_facts(self._backend), self._model)
+        check(self._options, facts=replace(facts, repeated_step=type(self._model).__name__))
         exchange = self._exchanging()
 
         def step(batch: Batch) -> None:
@@ -288,33 +277,6 @@ class KerasStepFactory:
         if self._exchange is None:
             self._exchange = OptimizerExchange(self._backend, self._model, self._options)
         return self._exchange
-
-
-def _refuse_with_several(model: Any, options: StepOptions) -> None:
-    unfit = {
-        "accumulate": options.accumulate > 1,
-        "jit": options.jit,
-        "recompute": options.recompute,
-        chosen_rule(options): chosen_rule(options) != DEFAULT,
-        f"on_bad_step={options.on_bad_step!r}": options.on_bad_step != "raise",
-        "spike_threshold": options.spike_threshold is not None,
-        # Gradients of the shared statistics would be weighted by the wrong rank's samples.
-        "SyncBatchNormalization": bool(sync_layers(model)),
-        # A placeholder's samples would count in other ranks' gradients.
-        **{f"{type(layer).__name__} along ep": layer.divided for layer in exchanging_layers(model)},
-        # Some gradients are partial on each rank, and the model's step would not sum them.
-        f"the axis cp of {opt('parallel')}": splits_sequences(model),
-        f"the axis tp of {opt('parallel')}": any(
-            "tp" in placed.axes for v in model.variables if (placed := placement_of(v))
-        ),
-    }
-    for name, used in unfit.items():
-        if used:
-            raise ConfigError(
-                f"train_step of {type(model).__name__} applies gradients several times, or reads what it has updated, "
-                f"in which {name} can do nothing: leave it out"
-                + (", or use hvdtrain.GradientAccumulator in a loop of your own." if name == "accumulate" else ".")
-            )
 
 
 def _set_optimizer(model: Any, optimizer: Any, objective: Objective) -> None:

@@ -48,14 +48,6 @@ class UpdateRule:
         """Return the class selected by `options`, if an option selects among several."""
         return cls
 
-    @classmethod
-    def check(cls, options: StepOptions, optimizer: Any) -> None:
-        """Reject unsupported options and optimizers, before anything is built. Raises ConfigError naming the option."""
-
-    @classmethod
-    def check_axes(cls, axes: Mapping[str, int]) -> None:
-        """Reject unsupported mesh axes with several ranks (ConfigError)."""
-
     def update(self, local: LocalGradients, *, measure: bool) -> tuple[tf.Tensor, tf.Tensor | None]:
         """Take one optimizer step, inside the compiled step. Collective.
 

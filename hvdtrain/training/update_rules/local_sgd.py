@@ -9,13 +9,11 @@ their weight.
 from collections.abc import Callable
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.compat.keras_variables import trained_variables
-from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.gradients.reduction import Gradient, scaled
 from hvdtrain.gradients.sparse import sum_duplicates
 from hvdtrain.optim.averaging import innermost
@@ -39,29 +37,6 @@ class LocalUpdate(UpdateRule):
     """
 
     weights_agree = False
-
-    @classmethod
-    def check(cls, options: StepOptions, optimizer: Any) -> None:
-        """Reject options of gradient reduction, and dynamic loss scaling."""
-        unfit = {
-            opt("reduce_op", options.reduce_op): options.reduce_op != "average",
-            opt("compression"): options.compression != "none",
-            opt("gradient_groups"): options.gradient_groups > 0,
-            opt("predivide"): options.predivide != 1.0,
-            opt("sparse_gradients", options.sparse_gradients): options.sparse_gradients != "auto",
-            # Gradients of shared statistics would have to be summed over ranks in every step.
-            opt("sync_batch_norm"): options.sync_batch_norm,
-            # Ranks that take local steps cannot agree on skipped ones.
-            opt("on_bad_step", options.on_bad_step): options.on_bad_step != "raise",
-            opt("spike_threshold"): options.spike_threshold is not None,
-            opt("desync_every"): "desync_every" in options.chosen(),  # ranks differ until the next average
-        }
-        options.refuse_with(opt("local_steps"), unfit)
-        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-            raise ConfigError(
-                f"{opt('local_steps')} leaves each rank a loss scale of its own, which an average of the weights "
-                f"cannot mend: use {opt('precision', 'mixed_bfloat16')} in place of mixed_float16."
-            )
 
     def __init__(self, backend: Backend, model: Any, optimizer: Any, options: StepOptions | None = None) -> None:
         super().__init__(backend, model, optimizer, options)

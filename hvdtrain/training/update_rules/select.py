@@ -22,14 +22,6 @@ def chosen_rule(options: StepOptions) -> str:
     return next((option for option in RULES if option in chosen), DEFAULT)
 
 
-def check_rule(options: StepOptions, optimizer: Any, backend: Backend | None = None) -> None:
-    """Reject what the selected rule does not support (ConfigError)."""
-    rule = _rule_class(chosen_rule(options), options)
-    rule.check(options, optimizer)
-    if backend is not None and not is_alone(backend):
-        rule.check_axes(backend.axes)
-
-
 def update_rule_for(backend: Backend, model: Any, optimizer: Any, options: StepOptions) -> UpdateRule:
     """Return the rule selected by `options`, with the optimizer built; one replica has the default.
 

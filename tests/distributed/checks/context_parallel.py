@@ -218,8 +218,8 @@ def check_what_does_not_fit_is_refused(world: World) -> None:
             plain.fit((x, y), **FIT)
         model = hvdtrain.parallelize(gpt)
         for options, words in [
-            ({"jit": True}, "leave out jit, or cp in parallel"),
-            ({"local_steps": 2}, "leave out local_steps=2"),
+            ({"jit": True}, "jit does not go with parallel='cp=2'"),
+            ({"local_steps": 2}, "local_steps=2 does not go with parallel='cp=2'"),
         ]:
             with refused(words):
                 hvdtrain.Trainer(model, sgd(), LOSS, **options)

@@ -91,7 +91,7 @@ def check_optimizers_of_whole_weights_are_refused_once_a_model_is_built(world: W
         for optimizer in (keras.optimizers.Adam(clipnorm=0.1), keras.optimizers.Lamb()):
             model = keras.Sequential([hvdtrain.MixtureOfExperts(2, 4), keras.layers.Dense(1)])
             trainer = hvdtrain.Trainer(model, optimizer, "mse", backend=mesh.backend)
-            with refused("parallel ep=N", ConfigError):
+            with refused("which is split among ranks, does not go with", ConfigError):
                 trainer.fit(x, y, batch=4, verbose=False)
 
 

@@ -114,7 +114,7 @@ def check_epochs_within_a_pass_are_those_of_keras(world: World) -> None:
 def check_recurrent_states_are_refused(world: World) -> None:
     inputs = keras.Input(batch_shape=(4, 5, 2))
     model = keras.Model(inputs, keras.layers.LSTM(3, stateful=True)(inputs))
-    with refused("is stateful: it carries the state of each sample", ConfigError):
+    with refused("it carries the state of each sample", ConfigError):
         hvdtrain.Trainer(model, "sgd", "mse", backend=world.backend)
 
 

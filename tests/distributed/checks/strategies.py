@@ -290,7 +290,7 @@ def check_a_checkpoint_reaches_every_replica(world: World) -> None:
 def check_what_is_refused(world: World) -> None:
     name, build = world.backend.name, lambda: classifier(0)
     for option, given in REFUSED.items():
-        with pytest.raises(ConfigError, match=f"{option} is not for backend='{name}'"):
+        with pytest.raises(ConfigError, match=f"{option}.* does not go with backend='{name}'"):
             hvdtrain.Trainer(build, "sgd", CROSSENTROPY, backend=world.backend, **given)
     with pytest.raises(ConfigError, match="give Trainer a function that builds the model"):
         hvdtrain.Trainer(classifier(0), "sgd", CROSSENTROPY, backend=world.backend)
@@ -301,7 +301,7 @@ def check_what_is_refused(world: World) -> None:
         def train_step(self, data: Any) -> Any:
             return {}
 
-    with pytest.raises(ConfigError, match=f"OwnStep has a step of its own, which backend='{name}' cannot run"):
+    with pytest.raises(ConfigError, match=f"train_step of OwnStep .* does not go with backend='{name}'"):
         hvdtrain.Trainer(OwnStep, "sgd", CROSSENTROPY, backend=world.backend)
     with hvdtrain.DistributedGradientTape(exchange=world.backend) as tape:
         value = (variable := tf.Variable(1.0)) * 2.0

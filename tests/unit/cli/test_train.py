@@ -105,7 +105,7 @@ def test_another_model_data_source_or_optimizer_does_not_get_the_recipes_argumen
         (["--model-args"], ["argument --model-args: expected at least one argument"]),
         (["--model-args", "width"], ["--model-args takes NAME VALUE pairs. Received: 'width'."]),
         (["--epochs", "0"], ["--epochs must be at least 1. Received: 0."]),
-        (["--learning-rate", "nan"], ["--learning-rate must be a positive number. Received: nan."]),
+        (["--learning-rate", "nan"], ["--learning-rate must be above 0. Received: nan."]),
         (["--recipe", "other"], ["The recipe is the first word: python -m hvdtrain other."]),
         (["--config", "no.yaml"], ["The configuration no.yaml cannot be read: No such file or directory."]),
     ],

@@ -66,10 +66,9 @@ OTHER = Config(
         accumulate=2,
         precision="mixed_bfloat16",
         recompute=True,
-        jit=True,
     ),
     ExchangeConfig("sum", "bf16", "dense", gradient_groups=3, predivide=2.0),
-    UpdateConfig(local_steps=3, average_slots=True),
+    UpdateConfig(),
     PipelineConfig(pipeline_schedule="interleaved", virtual_stages=2, pipeline_stages=("first", "second")),
     BadStepConfig(on_bad_step="skip", spike_threshold=9.0, max_bad_steps=4),
     DesyncConfig(desync_every=5),
@@ -86,8 +85,7 @@ OTHER = Config(
         rank_logs=False,
     ),
     RuntimeConfig(
-        backend="multi_worker_mirrored",
-        communication="ring",
+        backend="horovod",
         threads=2,
         pin=False,
         start_timeout=9.5,
@@ -99,18 +97,23 @@ OTHER = Config(
         parallel="ep=2,tp=2",
         malloc="system",
     ),
-    ElasticConfig(elastic=True, commit_every=3),
 )
 # Options that go with none of those of OTHER.
-THIRD = dataclasses.replace(
+OTHERS = [
     OTHER,
-    data=DataConfig(on_bad_record="skip:3"),
-    optim=OptimConfig(schedule="step", decay_at=(0.25, 0.5), decay_factor=0.5, clip_value=2.0),
-    training=TrainingConfig(sync_batch_norm=True),
-    update=UpdateConfig(zero=3, zero_prefetch=1),
-    runtime=RuntimeConfig(backend="mirrored", replicas=3),
-)
-FOURTH = dataclasses.replace(THIRD, runtime=RuntimeConfig(backend="parameter_server", parameter_servers=2))
+    Config(
+        "digits",
+        data=DataConfig(on_bad_record="skip:3"),
+        optim=OptimConfig(schedule="step", decay_at=(0.25, 0.5), decay_factor=0.5, clip_value=2.0),
+        training=TrainingConfig(sync_batch_norm=True),
+        update=UpdateConfig(zero=3, zero_prefetch=1),
+    ),
+    Config("digits", training=TrainingConfig(jit=True), update=UpdateConfig(local_steps=3, average_slots=True)),
+    Config("digits", runtime=RuntimeConfig(backend="mirrored", replicas=3)),
+    Config("digits", runtime=RuntimeConfig(backend="multi_worker_mirrored", communication="ring")),
+    Config("digits", runtime=RuntimeConfig(backend="parameter_server", parameter_servers=2)),
+    Config("digits", elastic=ElasticConfig(elastic=True, commit_every=3)),
+]
 
 
 def leaves(config):
@@ -134,15 +137,18 @@ def values_of(section, option, value):
 
 def changed_option(section, option):
     """The option's value in the configuration of this file that changes it."""
-    base, *others = [getattr(getattr(c, section) if section else c, option) for c in (BASE, OTHER, THIRD, FOURTH)]
+    base, *others = [getattr(getattr(c, section) if section else c, option) for c in (BASE, *OTHERS)]
     return next((other for other in others if other != base), base)
 
 
 def changed(config, section, option, value):
     """A copy with one option changed, unchecked: some options need another beside them."""
-    part = copy.copy(getattr(config, section) if section else config)
+    whole = copy.copy(config)
+    part = copy.copy(getattr(config, section)) if section else whole
     object.__setattr__(part, option, value)
-    return dataclasses.replace(config, **{section: part}) if section else part
+    if section:
+        object.__setattr__(whole, section, part)
+    return whole
 
 
 def test_this_files_other_configurations_change_every_option():
@@ -150,7 +156,7 @@ def test_this_files_other_configurations_change_every_option():
     assert same == []
 
 
-@pytest.mark.parametrize("config", [BASE, OTHER, THIRD, FOURTH], ids=["defaults", "other", "third", "fourth"])
+@pytest.mark.parametrize("config", [BASE, *OTHERS])
 @pytest.mark.parametrize("base", [BASE, OTHER], ids=["over defaults", "over other"])
 def test_what_is_written_is_read_back(tmp_path, config, base):
     file = tmp_path / "config.yaml"
@@ -300,93 +306,6 @@ def test_an_evaluation_takes_as_many_samples_at_once_as_training_unless_told():
     assert DataConfig(batch=8).samples_evaluated == 8
     assert DataConfig(batch=8, eval_batch=100).samples_evaluated == 100
     assert DataConfig(batch=4096).samples_evaluated == 256, "a batch of many microbatches"
-
-
-NAN, INF = float("nan"), float("inf")
-LIMITS = {
-    # option: (refused, accepted at the edge)
-    "batch": ([0, -64], [1]),
-    "data_threads": ((-1,), (0, 8)),
-    "data_memory_mb": ((-1,), (0, 64)),
-    "eval_batch": ([0, -1], [1, None]),
-    "learning_rate": ([0, 0.0, -1e-3, NAN, INF, -INF], [1e-12, 100.0]),
-    "warmup_steps": ([-1], [0]),
-    "base_batch": ([0, -1], [1]),
-    "final_rate": ([-0.1, 1.1, NAN], [0.0, 1.0]),
-    "decay_power": ([0.0, -1.0, NAN, INF], [1e-3]),
-    "decay_at": ([(0.0,), (1.0,), (0.5, 0.5), (NAN,)], [(0.001, 0.999)]),
-    "decay_factor": ([0.0, 1.0, NAN], [0.999]),
-    "weight_decay": ([-0.1, NAN, INF], [0.0, None]),
-    "ema": ([-0.1, 1.0, NAN], [0.0, 0.999]),
-    "clip_norm": ([0.0, -1.0, NAN, INF], [1e-9, None]),
-    "clip_value": ([0.0, -1.0, NAN, INF], [1e-9, None]),
-    "epochs": ([0, -1], [1]),
-    "max_steps": ([0, -1], [1, None]),
-    "steps_per_epoch": ([0, -1], [1, None]),
-    "validation_steps": ([0, -1], [1, None]),
-    "seed": ([-1, 2**31], [0, 2**31 - 1]),
-    "accumulate": ([0, -1], [1]),
-    "virtual_stages": ([0, -1], [1]),
-    "gradient_groups": ([-1], [0]),
-    "predivide": ([0.0, -1.0, NAN, INF], [1e-3]),
-    "local_steps": ([0, -1], [1, None]),
-    "zero_prefetch": ([-1], [0]),
-    "spike_threshold": ([0.0, -1.0, NAN, INF], [1e-3, None]),
-    "max_bad_steps": ([0, -1], [1]),
-    "desync_every": ([-1], [0, 1]),
-    "checkpoint_every": ([0, -1], [1, None]),
-    "keep": ([0, -1], [1]),
-    "grace_seconds": ([0.0, -1.0, NAN, INF], [1e-3]),
-    "keep_every_hours": ([0.0, -1.0, NAN, INF], [1e-3, None]),
-    "log_every": ([0, -1], [1]),
-    "profile_ranks": ([(-1,), (0, -2)], [(), (0, 3)]),
-    "metrics_port": ([-1, 65536], [0, 1, 65535]),
-    "commit_every": ([0, -1], [1]),
-    "replicas": ([0, -1], [1, None]),
-    "parameter_servers": ([0, -1], [1, None]),
-    "threads": ([0, -1], [1, None]),
-    "start_timeout": ([0, -1.0, NAN], [0.1]),
-    "load_timeout": ([0, -1.0, NAN], [0.1]),
-    "hang_timeout": ([0.5, -1.0, NAN, float("inf")], [0, 1.0, 1e6]),
-    "link_timeout": ([4.5, -1.0, NAN, float("inf")], [0, 5.0, 1e6]),
-}
-# What an option needs beside it to have an effect.
-BESIDE = {
-    "max_bad_steps": {"on_bad_step": "skip"},
-    "base_batch": {"lr_scaling": "linear"},
-    "final_rate": {"schedule": "cosine"},
-    "decay_power": {"schedule": "polynomial"},
-    "decay_at": {"schedule": "step"},
-    "decay_factor": {"schedule": "step", "decay_at": (0.5,)},
-    "replicas": {"backend": "mirrored"},
-    "parameter_servers": {"backend": "parameter_server"},
-    "commit_every": {"elastic": True},
-    "profile_ranks": {"timeline": "t.json", "profile": "1:2"},
-}
-NUMBERS = {
-    option: section
-    for section, option, kind, _ in leaves(BASE)
-    if not isinstance(kind, str) and {int, float} & {kind, *typing.get_args(kind)} and "_args" not in option
-}
-
-
-def test_every_number_among_the_options_has_limits():
-    assert set(LIMITS) == set(NUMBERS)
-
-
-@pytest.mark.parametrize(("option", "value"), [(name, value) for name, (bad, _) in LIMITS.items() for value in bad])
-def test_a_number_out_of_range_is_refused_by_its_flag(option, value):
-    with pytest.raises(ConfigError) as raised:
-        apply_values(BASE, {NUMBERS[option]: {**BESIDE.get(option, {}), option: value}}, "file")
-    assert f"--{option.replace('_', '-')} must" in on_command_line(raised.value.message)
-    shown = {str(value), str(value if isinstance(value, tuple) else float(value))}
-    assert any(f"Received: {text}" in on_command_line(raised.value.message) for text in shown)
-
-
-@pytest.mark.parametrize(("option", "value"), [(name, value) for name, (_, good) in LIMITS.items() for value in good])
-def test_a_number_at_the_edge_is_taken(option, value):
-    config = apply_values(BASE, {NUMBERS[option]: {**BESIDE.get(option, {}), option: value}}, "file")
-    assert getattr(getattr(config, NUMBERS[option]), option) == value
 
 
 def test_limits_hold_for_configurations_made_in_python():

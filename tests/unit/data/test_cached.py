@@ -6,8 +6,7 @@ import os
 import pytest
 import tensorflow as tf
 
-from hvdtrain.config.data import DataConfig
-from hvdtrain.config.errors import ConfigError, DataError
+from hvdtrain.config.errors import DataError
 from hvdtrain.data.cached import cached
 from hvdtrain.data.sources.class_folders import scan
 from hvdtrain.data.sources.images import ImageSource
@@ -85,8 +84,3 @@ def test_a_disk_without_room_is_told_before_anything_is_decoded(source, tmp_path
     assert offset == 0
     assert length > 300 * 8 * 8 * 3
     assert not [file for file in (tmp_path / "cache").iterdir() if file.suffix in (".npy", ".draft")]
-
-
-def test_with_bad_records_it_is_refused():
-    with pytest.raises(ConfigError, match="cannot be combined with --on-bad-record"):
-        DataConfig(cache="memory", on_bad_record="skip:1")

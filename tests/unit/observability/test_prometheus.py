@@ -7,7 +7,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.config.observability import ObservabilityConfig
 from hvdtrain.observability.events import EpochRecord, EvaluationRecord, Observer, StepRecord
 from hvdtrain.observability.prometheus import PrometheusExporter, open_exporter
 from tests.builders import run_info
@@ -100,9 +99,3 @@ def test_where_it_listens_is_said_and_the_port_is_free_again_at_the_end(capfd):
     again = open_exporter(port, "127.0.0.1", dict)
     assert "open to whoever" not in capfd.readouterr().err
     again.close()
-
-
-@pytest.mark.parametrize("port", [-1, 65536])
-def test_what_is_no_port_is_refused(port):
-    with pytest.raises(ConfigError, match=f"--metrics-port must be a port, .*Received: {port}"):
-        ObservabilityConfig(metrics_port=port)

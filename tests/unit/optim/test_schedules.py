@@ -147,13 +147,13 @@ def test_a_public_schedule_is_that_of_the_command_line(ours, options):
 @pytest.mark.parametrize(
     ("options", "cause"),
     [
-        ({"schedule": "cosin"}, "Unknown schedule 'cosin'. Perhaps you meant: cosine."),
-        ({"lr_scaling": "lineer"}, "Unknown lr_scaling 'lineer'. Perhaps you meant: linear."),
+        ({"schedule": "cosin"}, "schedule must be one of constant, cosine, step, polynomial. Received: 'cosin'."),
+        ({"lr_scaling": "lineer", "batch": 8}, "lr_scaling must be one of none, linear, sqrt. Received: 'lineer'."),
         ({"lr_scaling": "linear", "base_batch": 8}, "lr_scaling and batch go together. Received: lr_scaling='linear'"),
         ({"batch": 8}, "lr_scaling and batch go together. Received: lr_scaling='none', batch=8."),
-        ({"lr_scaling": "linear", "batch": 8}, "add base_batch"),
+        ({"lr_scaling": "linear", "batch": 8}, "needs base_batch"),
         ({"warmup_steps": 40}, "warmup_steps=40 leaves nothing of the run's 40 steps at the full rate."),
-        ({"decay_power": 2.0}, "decay_power has no effect with schedule='constant'"),
+        ({"decay_power": 2.0}, "decay_power=2.0 has no effect without schedule='polynomial'"),
     ],
 )
 def test_a_public_schedule_that_cannot_be_is_refused(options, cause):

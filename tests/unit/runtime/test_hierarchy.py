@@ -109,20 +109,8 @@ def test_nothing_is_measured_where_runs_must_not_differ():
 def test_an_elastic_job_sums_over_all_ranks_at_once():
     elastic = replace(place(0, 4), elastic=True)
     assert resolve_hierarchy(RuntimeConfig(), elastic, {HOROVOD_VARIABLE: "1"}) == "never"
-    with pytest.raises(ConfigError, match=r"^hierarchical_allreduce='always' needs hosts that stay"):
+    with pytest.raises(ConfigError, match="hierarchical_allreduce='always' does not go with elastic: it needs hosts"):
         resolve_hierarchy(RuntimeConfig(hierarchical_allreduce="always"), elastic, {})
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"hierarchical_allreduce": "yes"}, "must be one of auto, always, never. Received: 'yes'."),
-        ({"hierarchical_allreduce": "always", "backend": "mirrored"}, "mirrored' does not take it."),
-    ],
-)
-def test_options_that_cannot_work_are_refused(options, message):
-    with pytest.raises(ConfigError, match=message):
-        RuntimeConfig(**options)
 
 
 @pytest.mark.parametrize(("choice", "said"), [("auto", False), ("never", False), ("always", True)])

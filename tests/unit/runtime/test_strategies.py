@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from hvdtrain.config.errors import ConfigError, LaunchError
+from hvdtrain.config.errors import LaunchError
 from hvdtrain.config.runtime import IN_ONE_PROCESS, RuntimeConfig
 from hvdtrain.runtime.control.channel import ControlChannel
 from hvdtrain.runtime.launchers import detect_environment
@@ -48,30 +48,6 @@ def test_backends_of_one_process_refuse_more_of_them(backend):
     with pytest.raises(LaunchError, match=f"backend='{backend}' trains in one process, but mpirun started 2"):
         wants_horovod(RuntimeConfig(backend=backend), two)
     assert not wants_horovod(RuntimeConfig(backend=backend), ALONE)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        *(
-            ({"backend": backend, "replicas": 2}, f"replicas is for .*backend='{backend}' does not take it")
-            for backend in ("horovod", "single", "one_device", "multi_worker_mirrored", "tpu", "auto")
-        ),
-        ({"backend": "mirrored", "replicas": 0}, r"replicas must be at least 1\. Received: 0"),
-        *(
-            ({"backend": backend, "communication": "ring"}, f"communication is for .*'{backend}' does not take it")
-            for backend in ("horovod", "mirrored", "auto")
-        ),
-        ({"backend": "horovod", "parameter_servers": 1}, "parameter_servers is for .*'horovod' does not take it"),
-        (
-            {"backend": "parameter_server", "parameter_servers": 0},
-            r"parameter_servers must be at least 1\. Received: 0",
-        ),
-    ],
-)
-def test_options_of_other_backends_are_refused(options, message):
-    with pytest.raises(ConfigError, match=message):
-        RuntimeConfig(**options)
 
 
 def test_a_tpu_that_is_not_there_or_cannot_be_reached_is_named(monkeypatch):

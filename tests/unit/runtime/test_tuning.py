@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.config.errors import ConfigError, LaunchError
-from hvdtrain.config.runtime import RuntimeConfig
+from hvdtrain.config.errors import LaunchError
 from hvdtrain.runtime.tuning import LARGE_MESSAGES, TUNED, fuse_nothing, fuses, outlast_hangs, set_exchange_defaults
 
 
@@ -41,11 +40,6 @@ def test_who_asks_horovod_to_fuse_otherwise_is_told(name, value):
     with pytest.raises(LaunchError, match=f"deterministic=True.*Received: {name}={value}. Take it out"):
         fuse_nothing(environ)
     assert environ[name] == value
-
-
-def test_asynchronous_workers_are_not_deterministic():
-    with pytest.raises(ConfigError, match="deterministic is not for backend='parameter_server'"):
-        RuntimeConfig(backend="parameter_server", deterministic=True)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from hvdtrain.backends.single import SingleBackend
-from hvdtrain.config.elastic import ElasticConfig
 from hvdtrain.config.errors import ConfigError, LaunchError, MissingRankError
 from hvdtrain.data.batch import per_replica
 from hvdtrain.runtime.broken_links import sockets
@@ -19,8 +18,7 @@ from hvdtrain.runtime.elastic import Engine, HostsChangedError, Worlds, is_over,
 from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.objects import wait_for_all
 from hvdtrain.state.train_state import TrainState
-from hvdtrain.training.elastic import MOST_IN_VAIN, Commits, WorldRecord, check_elastic
-from hvdtrain.training.options import StepOptions
+from hvdtrain.training.elastic import MOST_IN_VAIN, Commits, WorldRecord, check_launcher
 from hvdtrain.training.step.batches import per_microbatch
 from tests.unit.threaded_ranks import as_ranks
 
@@ -46,14 +44,6 @@ def test_horovodrun_with_host_discovery_is_an_elastic_launcher(value, elastic):
     assert detect_environment(environ).elastic is elastic
 
 
-def test_commits_are_for_elastic_training():
-    assert ElasticConfig(elastic=True, commit_every=3).commit_every == 3
-    with pytest.raises(ConfigError, match="commit_every has no effect without elastic"):
-        ElasticConfig(commit_every=3)
-    with pytest.raises(ConfigError, match=r"commit_every must be at least 1\. Received: 0"):
-        ElasticConfig(elastic=True, commit_every=0)
-
-
 def session_of(launcher, *, elastic=False):
     return SimpleNamespace(elastic=elastic, environment=SimpleNamespace(launcher=launcher))
 
@@ -64,22 +54,7 @@ def session_of(launcher, *, elastic=False):
 )
 def test_a_fixed_number_of_ranks_is_refused(launcher, received):
     with pytest.raises(ConfigError, match=rf"elastic needs a launcher .* Received: {received}.*Elsewhere restart"):
-        check_elastic(session_of(launcher), "horovod", StepOptions())
-
-
-@pytest.mark.parametrize("option", [{"zero": 1}, {"local_steps": 4}])
-def test_options_that_divide_the_state_are_refused(option):
-    with pytest.raises(ConfigError, match=f"{next(iter(option))} does not go with elastic"):
-        check_elastic(session_of("horovodrun", elastic=True), "horovod", StepOptions(**option))
-    check_elastic(session_of("horovodrun", elastic=True), "horovod", StepOptions(accumulate=2))
-
-
-def test_other_backends_and_shards_of_files_are_refused():
-    session = session_of("horovodrun", elastic=True)
-    with pytest.raises(ConfigError, match=r"elastic is for backend='horovod'\. Received: backend='mirrored'"):
-        check_elastic(session, "mirrored", StepOptions())
-    with pytest.raises(ConfigError, match=r"shard-by.files does not go with"):
-        check_elastic(session, "horovod", StepOptions(), "files")
+        check_launcher(session_of(launcher))
 
 
 def test_batches_need_not_divide():

@@ -111,30 +111,19 @@ class OwnStepOfNorms(OwnStepTwice):
     [
         ({"deterministic": True}, "Trainer takes no option 'deterministic'. It is one of hvdtrain.init()."),
         ({"acumulate": 2}, "Trainer takes no option 'acumulate'. Perhaps you meant: accumulate."),
-        ({"accumulate": 0}, "accumulate must be at least 1. Received: 0."),
-        ({"clip_norm": 0.0}, "clip_norm must be a positive number. Received: 0.0."),
-        ({"clip_value": float("nan")}, "clip_value must be a positive number. Received: nan."),
-        ({"clip_norm": 1.0, "clip_value": 1.0}, "Clip by norm or by value, not both"),
-        ({"gradient_groups": -1}, "gradient_groups must not be negative. Received: -1."),
-        ({"predivide": 0.0}, "predivide must be a positive number. Received: 0.0."),
-        ({"reduce_op": "adasum", "compression": "bf16"}, "by itself: leave out compression"),
-        ({"reduce_op": "adasum", "gradient_groups": 2}, "by itself: leave out gradient_groups"),
-        ({"reduce_op": "adasum", "predivide": 2.0}, "by itself: leave out predivide"),
-        ({"reduce_op": "adasum", "sparse_gradients": "gather"}, "by itself: leave out sparse_gradients='gather'"),
-        ({"jit": True, "sync_batch_norm": True}, "jit cannot hold the exchange of sync_batch_norm"),
-        ({"jit": True, "recompute": True}, "XLA merges the second forward pass of recompute with the first"),
-        ({"model": synchronized, "jit": True}, "XLA cannot hold the exchange of SyncBatchNormalization 'norm'"),
-        ({"model": synchronized, "reduce_op": "adasum"}, "SyncBatchNormalization 'norm' gives every rank a part"),
+        ({"jit": True, "sync_batch_norm": True}, "jit does not go with sync_batch_norm: XLA cannot compile"),
+        ({"model": synchronized, "jit": True}, "jit does not go with SyncBatchNormalization 'norm'"),
+        ({"model": synchronized, "reduce_op": "adasum"}, "reduce_op='adasum' does not go with SyncBatchNormalization"),
         ({"sync_batch_norm": True}, "has no effect: the model has no BatchNormalization layer"),
         ({"recompute": True}, "recompute saves nothing on Sequential"),
         ({"model": Subclassed, "recompute": True}, "recompute cuts Functional and Sequential models into segments"),
+        ({"optimizer": keras.optimizers.Lamb(), "zero": 1}, "zero=1 does not go with Lamb, which looks at whole"),
+        ({"optimizer": keras.optimizers.SGD(clipnorm=1.0), "zero": 1}, "zero=1 does not go with SGD(clipnorm=…)"),
+        ({"precision": "mixed_float16", "local_steps": 2}, "LossScaleOptimizer, which scales .* with local_steps=2"),
         ({"optimizer": keras.optimizers.SGD(gradient_accumulation_steps=2)}, "accumulate=K"),
         ({"optimizer": LossScaleOptimizer(keras.optimizers.SGD(gradient_accumulation_steps=2))}, "accumulate=K"),
         ({"optimizer": DistributedOptimizer(keras.optimizers.SGD())}, "Trainer exchanges gradients, and Distributed"),
-        (
-            {"model": recomputing, "jit": True},
-            "XLA merges the second forward pass of hvdtrain.Recompute with the first",
-        ),
+        ({"model": recomputing, "jit": True}, "jit does not go with Recompute 'recompute': XLA merges the second"),
         ({"precision": "float16"}, "precision: Input should be 'float32', 'mixed_float16' or 'mixed_bfloat16'"),
         ({"jit": "perhaps"}, "jit: Input should be a valid boolean"),
         ({"sparse_gradients": "x"}, "sparse_gradients: Input should be 'auto', 'gather' or 'dense'. Received: 'x'."),
@@ -150,19 +139,19 @@ def test_what_cannot_work_is_refused(options, said):
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "name"),
+    ("kind", "options", "said"),
     [
-        (OwnStepTwice, {"accumulate": 2}, "accumulate"),
-        (OwnStepTwice, {"jit": True}, "jit"),
-        (OwnStepTwice, {"zero": 1}, "zero"),
-        (OwnStepTwice, {"local_steps": 2}, "local_steps"),
-        (OwnStepTwice, {"on_bad_step": "skip"}, "on_bad_step='skip'"),
-        (OwnStepTwice, {"spike_threshold": 9.0}, "spike_threshold"),
-        (OwnStepOfNorms, {}, "SyncBatchNormalization"),
+        (
+            OwnStepTwice,
+            {"accumulate": 2},
+            "accumulate=2 does not .* OwnStepTwice, .*[.] Leave it out, or use hvdtrain.GradientAccumulator",
+        ),
+        (OwnStepTwice, {"jit": True}, "jit does not go with the train_step of OwnStepTwice"),
+        (OwnStepTwice, {"zero": 1}, "zero=1 does not go with the train_step of OwnStepTwice, which applies gradients"),
+        (OwnStepOfNorms, {}, "the train_step of OwnStepOfNorms.* does not go with SyncBatchNormalization"),
     ],
 )
-def test_a_step_that_applies_gradients_several_times_takes_few_options(kind, options, name):
-    said = f"train_step of {kind.__name__} applies gradients several times, .*, in which {name} can do nothing"
+def test_a_step_that_applies_gradients_several_times_takes_few_options(kind, options, said):
     with pytest.raises(ConfigError, match=said):
         trainer(model=kind, **options).fit((X, Y), batch=8, verbose=0)
 
@@ -186,18 +175,6 @@ def test_a_step_of_the_models_own_that_applies_gradients_once_takes_them(options
         np.testing.assert_allclose(ours, plain, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize(
-    ("size", "controller", "said"),
-    [(2, "gloo", "reduce_op='adasum' needs MPI"), (6, "mpi", "reduce_op='adasum' needs 2, 4, 8 … ranks. Received: 6.")],
-)
-def test_adasum_needs_mpi_and_a_power_of_two(size, controller, said):
-    with pytest.raises(ConfigError, match=said):
-        StepOptions(reduce_op="adasum").check_world(size, controller)
-    StepOptions(reduce_op="adasum").check_world(1, controller)
-    StepOptions(reduce_op="adasum").check_world(4, "mpi")
-    StepOptions().check_world(size, controller)
-
-
 @pytest.mark.parametrize("section", [TrainingConfig, ExchangeConfig])
 def test_flags_and_options_have_the_same_names_and_defaults(section):
     options = StepOptions()
@@ -215,8 +192,6 @@ def test_a_microbatch_is_the_batch_by_ranks_and_pieces(batch, replicas, accumula
 def test_a_microbatch_must_divide():
     with pytest.raises(ConfigError, match=r"The 32 samples .* 64 do not divide into 3 .*batch=60 or batch=66"):
         per_microbatch(64, 2, 3)
-    with pytest.raises(ConfigError, match="accumulate must be at least 1"):
-        per_microbatch(64, 2, 0)
 
 
 # -- clipping --
@@ -697,10 +672,6 @@ def test_what_is_slow_or_does_nothing_is_said():
     assert said_of({}, per_replica_batch=4).startswith("warning: 4 samples at a time on each rank are too few")
     assert "What helps: a smaller --accumulate, a larger --batch" in said_of({}, accumulate=8)
     assert "--compression bf16 makes the exchange 2.5x as slow" in said_of({"compression": "bf16"}, cost=2.5)
-    alone = {"compression": "bf16", "predivide": 2.0, "sync_batch_norm": True, "clip_norm": 1.0}
-    assert said_of(alone, world_size=1) == (
-        "note: one process exchanges nothing: --compression, --predivide, --sync-batch-norm have no effect."
-    )
     assert "outputs have 16 bits" in said_of({}, outputs=True)
     assert "Use --precision mixed_bfloat16." in said_of({"precision": "mixed_float16"})
     assert said_of({"precision": "mixed_bfloat16"}) == ""

@@ -199,12 +199,12 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_first_step(tmp_pa
     ("options", "cause"),
     [
         ({"folder": ""}, "must be the path of a folder"),
-        ({"folder": "a", "every": 0}, r"Checkpoint\(every=…\) must be at least 1. Received: 0"),
-        ({"folder": "a", "every": 2.5}, r"Checkpoint\(every=…\) must be at least 1. Received: 2.5"),
-        ({"folder": "a", "keep": 0}, r"Checkpoint\(keep=…\) must be at least 1"),
-        ({"folder": "a", "mode": "max"}, "needs a metric: add best=METRIC"),
-        ({"folder": "a", "best": "wins"}, r"Received: 'wins'. Set Checkpoint\(mode=…\) to min or max"),
-        ({"folder": "a", "best": "loss", "mode": "up"}, "must be auto, min or max. Received: 'up'"),
+        ({"folder": "a", "every": 0}, "Checkpoint: every must be at least 1. Received: 0"),
+        ({"folder": "a", "every": 2.5}, "Checkpoint: every must be at least 1. Received: 2.5"),
+        ({"folder": "a", "keep": 0}, "Checkpoint: keep must be at least 1"),
+        ({"folder": "a", "mode": "max"}, "mode='max' does not go with best=None"),
+        ({"folder": "a", "best": "wins"}, "Received: 'wins'. Set mode to min or max"),
+        ({"folder": "a", "best": "loss", "mode": "up"}, "must be one of auto, min, max. Received: 'up'"),
     ],
 )
 def test_options_of_checkpoints_are_checked(options, cause):

@@ -6,7 +6,7 @@ of the state by the number of replicas. Small variables are all-reduced and upda
 cost the same, their state next to nothing.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,6 @@ from hvdtrain.gradients.reduction import Gradient, ReductionOptions
 from hvdtrain.gradients.weighted_reduction import WeightedReducer
 from hvdtrain.optim.averaging import has_averages, innermost, replaced_weights
 from hvdtrain.optim.fused import fused_updates
-from hvdtrain.optim.optimizers import check_updates_slices
 from hvdtrain.optim.precision import has_dynamic_scale
 from hvdtrain.runtime.placement import placement_of
 from hvdtrain.state.named_tensors import NamedTensor, placed_tensor
@@ -49,8 +48,6 @@ class ZeroUpdate(UpdateRule):
     """
 
     _stage = 1
-    _goes_with: tuple[str, ...] = ("pp", "cp", "ep", "tp")
-    """Mesh axes along which the model may also be split."""
 
     @classmethod
     def variant(cls, options: StepOptions) -> type[UpdateRule]:
@@ -58,23 +55,9 @@ class ZeroUpdate(UpdateRule):
         rule: type[UpdateRule] = resolve("ZeRO stage", str(options.zero), STAGES)
         return rule
 
-    @classmethod
-    def check(cls, options: StepOptions, optimizer: Any) -> None:
-        """Reject options and optimizers that ZeRO does not support."""
-        unfit = {
-            opt("reduce_op", "adasum"): options.reduce_op == "adasum",
-            opt("compression"): options.compression != "none",
-            opt("gradient_groups"): options.gradient_groups > 0,
-            opt("predivide"): options.predivide != 1.0,
-            opt("sparse_gradients", "gather"): options.sparse_gradients == "gather",
-        }
-        options.refuse_with(opt("zero"), unfit)
-        check_updates_slices(optimizer, opt("zero"))
-
     def __init__(self, backend: Backend, model: Any, optimizer: Any, options: StepOptions | None = None) -> None:
         _refuse_slots(optimizer)
         self._split = SplitModel(backend, model.trainable_variables)
-        self.check_axes(backend.axes)
         path_of = structure_of(model).path
         shared = {id(v): self._split.replicas_of(v) for v in model.trainable_variables if not stays_whole(v)}
         self._shards = {
@@ -207,17 +190,6 @@ class ZeroUpdate(UpdateRule):
             return mine
         shard = self._by_path[path]
         return tf.reshape(shard.exchange.all_gather(mine, name=name), shard.variable.shape)
-
-    @classmethod
-    def check_axes(cls, axes: Mapping[str, int]) -> None:
-        """Reject mesh axes that the stage does not support."""
-        others = [f"{axis}={size}" for axis, size in axes.items() if axis not in ("dp", *cls._goes_with)]
-        if others:
-            raise ConfigError(
-                f"{opt('zero', cls._stage)} does not go with this axis of {opt('parallel')}: a pipeline's stage would "
-                f"gather its parameters anew for both passes of each microbatch. Received: {', '.join(others)}. Use "
-                f"{opt('zero', 2)}, or leave the axis out."
-            )
 
 
 def _refuse_slots(optimizer: Any) -> None:

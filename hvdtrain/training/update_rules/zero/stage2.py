@@ -8,16 +8,14 @@ would need all full gradients until then.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tensorflow as tf
 
 from hvdtrain.compat.tensorflow import add_control_inputs
-from hvdtrain.config.errors import opt
 from hvdtrain.gradients.reduction import Gradient
 from hvdtrain.parallel.pipeline.stage import PipelineStage
 from hvdtrain.runtime.compiled import numbered
-from hvdtrain.training.options import StepOptions
 from hvdtrain.training.step.contract import Collected, Parameters, Pass
 from hvdtrain.training.step.finite import poison_of
 from hvdtrain.training.update_rules.zero.reducer import scattered
@@ -30,13 +28,6 @@ class ScatteredGradientsUpdate(ZeroUpdate):
     """Sharded gradients and optimizer state."""
 
     _stage = 2
-
-    @classmethod
-    def check(cls, options: StepOptions, optimizer: Any) -> None:
-        """Also reject XLA."""
-        # XLA cannot compile collectives within the passes.
-        options.refuse_with(opt("zero", options.zero), {opt("jit"): options.jit})
-        super().check(options, optimizer)
 
     def _scattered_in_passes(self) -> frozenset[str]:
         """Exclude tied weights: their gradients are first summed over pipeline stages."""

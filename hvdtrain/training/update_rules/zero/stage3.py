@@ -34,7 +34,6 @@ class ShardedParametersUpdate(ScatteredGradientsUpdate):
     """Sharded parameters, gradients and optimizer state."""
 
     _stage = 3
-    _goes_with: tuple[str, ...] = ("cp", "ep", "tp")
 
     def __init__(self, backend: Backend, model: Any, optimizer: Any, options: StepOptions | None = None) -> None:
         self._prefetch = (options or StepOptions()).zero_prefetch

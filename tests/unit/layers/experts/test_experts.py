@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.single import NoOpCollectives
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.facts import Facts
 from hvdtrain.layers import slices
 from hvdtrain.layers.embedding import ShardedEmbedding
 from hvdtrain.layers.exchanging import exchanging_layers, samples_of
@@ -23,8 +24,7 @@ from hvdtrain.layers.experts import (
     to_experts,
 )
 from hvdtrain.runtime.placement import Placement, place, placement_of, whole_box
-from hvdtrain.training.assembly import check_expert_parallel, check_layers
-from hvdtrain.training.options import StepOptions
+from hvdtrain.training.assembly import model_facts
 
 
 def softmax(logits):
@@ -300,28 +300,15 @@ def test_figures_are_those_since_the_last_time():
     assert routing_metrics([], NoOpCollectives()) == {}
 
 
-@pytest.mark.parametrize(
-    ("options", "cause"),
-    [
-        ({"local_steps": 3}, "leave out local_steps=3, or ep in parallel"),
-        ({"reduce_op": "adasum"}, "reduce_op='adasum' exchanges every variable"),
-    ],
-)
-def test_options_that_would_mix_up_experts_are_refused(options, cause):
+def test_facts_of_a_model_name_experts_on_several_ranks():
     model = keras.Sequential([keras.Input((5,)), MixtureOfExperts(4, 6, name="experts")])
-    check_expert_parallel(model, StepOptions(**options))
+    facts = model_facts(Facts(), model)
+    assert (facts.experts, facts.exchanging_layer, facts.split, facts.divided_layer) == ("", "", "", "")
     kernel = model.layers[0].kernel_in
     place(kernel, Placement((8, 5, 6), whole_box(kernel.shape), ("ep",), held_by=("ep",)))
-    check_expert_parallel(model, StepOptions())
-    with pytest.raises(ConfigError) as refused:
-        check_expert_parallel(model, StepOptions(**options))
-    assert cause in str(refused.value)
-    assert "experts/kernel_in: leave out" in str(refused.value)
-
-
-def test_xla_is_refused_where_tokens_travel():
-    model = keras.Sequential([keras.Input((5,)), MixtureOfExperts(4, 6, name="experts")])
-    check_layers(model, StepOptions(jit=True))
+    facts = model_facts(Facts(), model)
+    assert facts.experts.endswith("experts/kernel_in")
+    assert facts.divided_layer == "MixtureOfExperts 'experts'"
+    assert facts.sharded_table == ""
     model.layers[0]._replicas = NoOpCollectives()
-    with pytest.raises(ConfigError, match="cannot hold the exchange of MixtureOfExperts 'experts': leave out jit"):
-        check_layers(model, StepOptions(jit=True))
+    assert model_facts(Facts(), model).exchanging_layer == "MixtureOfExperts 'experts'"

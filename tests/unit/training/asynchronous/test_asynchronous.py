@@ -9,7 +9,6 @@ from hvdtrain.backends.parameter_server import ParameterServerBackend, _Result
 from hvdtrain.backends.select import current_exchange
 from hvdtrain.backends.single import SingleBackend
 from hvdtrain.config.errors import ConfigError, DataError, LaunchError, NonFiniteError
-from hvdtrain.layers.recompute import Recompute
 from hvdtrain.runtime.session import current
 from hvdtrain.runtime.strategies import Roles
 from hvdtrain.training.trainer import Trainer
@@ -158,14 +157,6 @@ def test_nothing_to_evaluate_is_said():
     for call in (trainer.evaluate_on, trainer._predictor):
         with pytest.raises(DataError, match="There is nothing to"):
             call([])
-
-
-def test_a_layer_that_would_draw_twice_is_refused():
-    def build():
-        return keras.Sequential([keras.Input((5,)), Recompute(keras.layers.Dense(3))])
-
-    with pytest.raises(ConfigError, match=r"hvdtrain\.Recompute is not for backend='served'"):
-        Trainer(build, "sgd", CROSSENTROPY, backend=Served(1))
 
 
 def test_workers_exchange_nothing_in_a_loop_of_ones_own(monkeypatch):

@@ -325,26 +325,9 @@ def test_a_rollback_without_a_good_checkpoint_is_an_error(tmp_path):
 # -- what is refused --
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"on_bad_step": "ignore"}, "on_bad_step: Input should be 'raise', 'skip' or 'rollback'"),
-        ({"spike_threshold": 0.0}, r"spike_threshold must be a positive number\. Received: 0\.0"),
-        ({"spike_threshold": np.inf}, "spike_threshold must be a positive number"),
-        ({"on_bad_step": "skip", "max_bad_steps": 0}, r"max_bad_steps must be at least 1\. Received: 0"),
-        ({"max_bad_steps": 3}, "max_bad_steps has no effect with on_bad_step='raise'"),
-        ({"on_bad_step": "skip", "local_steps": 2}, "on_bad_step='skip' does not go with local_steps"),
-        ({"spike_threshold": 9.0, "local_steps": 2}, "spike_threshold does not go with local_steps"),
-    ],
-)
-def test_options_that_cannot_work_are_refused(options, said):
-    with pytest.raises(ConfigError, match=said):
-        trainer_of(**options)
-
-
 def test_rollback_needs_checkpoints():
-    with pytest.raises(ConfigError, match="on_bad_step='rollback' goes back to the newest checkpoint") as error:
+    with pytest.raises(ConfigError, match="on_bad_step='rollback' needs checkpoints") as error:
         trainer_of(on_bad_step="rollback").fit((X, Y), **FIT)
     assert "--on-bad-step rollback" in on_command_line(error.value.message)
-    with pytest.raises(ConfigError, match="on_bad_step='rollback' goes back"):
+    with pytest.raises(ConfigError, match="on_bad_step='rollback' needs checkpoints"):
         trainer_of(on_bad_step="rollback").train(None, Plan(1))

@@ -1,22 +1,20 @@
 """Experts in the stages of a pipeline, in one process: what their routers add to the loss, and what is refused."""
 
-from collections.abc import Mapping
-
 import keras
 import pytest
 import tensorflow as tf
 
-from hvdtrain.backends.single import NoOpCollectives
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.facts import Facts
+from hvdtrain.config.options import check
 from hvdtrain.data.batch import Batch
 from hvdtrain.layers.embedding import ShardedEmbedding
 from hvdtrain.layers.experts import MixtureOfExperts
 from hvdtrain.parallel.pipeline.cut import cut_model
 from hvdtrain.parallel.pipeline.stage import PipelineStage, with_masks
 from hvdtrain.runtime.placement import Placement, place
-from hvdtrain.training.options import step_options
+from hvdtrain.training.assembly import model_facts
 from hvdtrain.training.pipelined.stage_training import adds_losses, shared_up_to
-from hvdtrain.training.pipelined.staging import staged
 from hvdtrain.training.step.batches import Microbatches
 
 layers = keras.layers
@@ -31,12 +29,6 @@ def with_experts():
     x = layers.Dense(4, name="middle")(x)
     x = MixtureOfExperts(4, 6, top_k=2, seed=2, name="second")(x)
     return keras.Model(inputs, layers.Dense(2, name="last")(x))
-
-
-class TwoRanks(NoOpCollectives):
-    """A backend on whose mesh two ranks lie along pp, and two along ep."""
-
-    axes: Mapping[str, int] = {"pp": 2, "ep": 2}
 
 
 def test_stages_add_the_losses_of_their_own_experts():
@@ -68,10 +60,11 @@ def test_those_stages_know_what_losses_count_that_have_some_or_come_behind_one_t
 def test_divided_tables_in_stages_are_refused():
     table = ShardedEmbedding(8, 4, "row", name="users")
     model = keras.Sequential([keras.Input((3,), dtype="int32"), table, layers.Dense(2)])
-    staged(model, TwoRanks(), step_options({}))
+    two_stages = Facts.on_mesh({"pp": 2, "ep": 2})
+    check(facts=model_facts(two_stages, model))
     place(table.embeddings, Placement((16, 4), (slice(0, 8), slice(0, 4)), ("ep",), held_by=("ep",)))
-    with pytest.raises(ConfigError, match=r"ShardedEmbedding 'users' is divided .* does not go with .*Leave pp out"):
-        staged(model, TwoRanks(), step_options({}))
+    with pytest.raises(ConfigError, match=r"pp=2.* does not go with ShardedEmbedding 'users': .*Leave pp out"):
+        check(facts=model_facts(two_stages, model))
 
 
 def test_a_microbatch_behind_those_of_a_batch_counts_nothing():

@@ -18,7 +18,7 @@ from hvdtrain.training.options import StepOptions, step_options
 from hvdtrain.training.trainer import Trainer
 from hvdtrain.training.update_rules.all_reduce import AllReduceUpdate
 from hvdtrain.training.update_rules.local_sgd import LocalUpdate
-from hvdtrain.training.update_rules.select import RULES, check_rule, update_rule_for
+from hvdtrain.training.update_rules.select import RULES, update_rule_for
 from hvdtrain.training.update_rules.zero.shards import Shard
 from hvdtrain.training.update_rules.zero.stage1 import ZeroUpdate
 from hvdtrain.training.update_rules.zero.stage2 import ScatteredGradientsUpdate
@@ -46,7 +46,6 @@ def model(width=WIDTH):
 
 def rule_of(optimizer="sgd", **options):
     chosen, optimizer = step_options(options), keras.optimizers.get(optimizer)
-    check_rule(chosen, optimizer)
     return update_rule_for(SingleBackend(current()), model(), optimizer, chosen)
 
 
@@ -63,21 +62,6 @@ def rule_of(optimizer="sgd", **options):
 )
 def test_an_option_chooses_the_rule(options, kind):
     assert type(rule_of(**options)) is kind
-
-
-def test_a_pipeline_is_refused_by_the_stage_that_divides_parameters():
-    backend = SingleBackend(current())
-    backend.axes = {"dp": 2, "pp": 4}
-    with pytest.raises(ConfigError) as refused:
-        update_rule_for(backend, model(), keras.optimizers.SGD(), step_options({"zero": 3}))
-    assert "Received: pp=4. Use zero=2, or leave the axis out." in str(refused.value)
-    with pytest.raises(ConfigError) as before:  # anything is built
-        check_rule(step_options({"zero": 3}), keras.optimizers.SGD(), backend)
-    assert str(before.value) == str(refused.value)
-    for stage in (1, 2):
-        check_rule(step_options({"zero": stage}), keras.optimizers.SGD(), backend)
-    backend.axes = dict.fromkeys(("dp", "cp", "ep", "tp"), 2)
-    check_rule(step_options({"zero": 3}), keras.optimizers.SGD(), backend)
 
 
 BLOCKS = Ranges((slice(0, 4), slice(6, 8)))
@@ -163,58 +147,12 @@ def test_elementwise_optimizers_train_alike_with_and_without_slices(kind):
             np.testing.assert_allclose(sharded, plain, rtol=0, atol=1e-6 * np.abs(plain).max())
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "words"),
-    [
-        (keras.optimizers.Lamb(), "Lamb may look at whole ones: use one of SGD, Adam"),
-        (keras.optimizers.Adafactor(), "Adafactor may look at whole ones"),
-        (keras.optimizers.SGD(clipnorm=1.0), r"SGD\(clipnorm=…\) would see slices under zero: use clip_norm"),
-        (keras.optimizers.SGD(global_clipnorm=1.0), r"SGD\(global_clipnorm=…\) would see slices"),
-    ],
-)
-def test_optimizers_that_look_at_whole_variables_are_refused(optimizer, words):
-    with pytest.raises(ConfigError, match=words):
-        rule_of(optimizer, zero=1)
-
-
 def test_an_optimizer_with_slots_is_refused():
     trained = model()
     optimizer = keras.optimizers.SGD(momentum=0.9)
     optimizer.build(trained.trainable_variables)
     with pytest.raises(ConfigError, match="has slots for whole variables already"):
         update_rule_for(SingleBackend(current()), trained, optimizer, StepOptions(zero=1))
-
-
-def test_local_steps_take_no_loss_scale():
-    with pytest.raises(ConfigError, match="local_steps leaves each rank a loss scale of its own"):
-        rule_of(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), local_steps=2)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"zero": 4}, "zero: Input should be 0, 1, 2 or 3"),
-        ({"zero": 2, "jit": True}, "jit does not go with zero=2"),
-        ({"zero": 3, "jit": True}, "jit does not go with zero=3"),
-        ({"zero": 2, "zero_prefetch": 1}, "zero_prefetch has no effect without zero=3"),
-        ({"zero": 3, "zero_prefetch": -1}, "zero_prefetch must not be negative. Received: -1."),
-        ({"local_steps": 0}, "local_steps must be at least 1. Received: 0."),
-        ({"average_slots": True}, "average_slots has no effect without local_steps"),
-        ({"zero": 1, "local_steps": 2}, "leave out zero or local_steps"),
-        ({"zero": 1, "reduce_op": "adasum"}, "reduce_op='adasum' does not go with zero"),
-        ({"zero": 1, "compression": "fp16"}, "compression does not go with zero"),
-        ({"zero": 1, "gradient_groups": 2}, "gradient_groups does not go with zero"),
-        ({"zero": 1, "predivide": 2.0}, "predivide does not go with zero"),
-        ({"zero": 1, "sparse_gradients": "gather"}, "sparse_gradients='gather' does not go with zero"),
-        ({"local_steps": 2, "reduce_op": "sum"}, "reduce_op='sum' does not go with local_steps"),
-        ({"local_steps": 2, "desync_every": 10}, "desync_every does not go with local_steps"),
-        ({"local_steps": 2, "sync_batch_norm": True}, "sync_batch_norm does not go with local_steps"),
-    ],
-)
-def test_options_that_exclude_one_another_are_refused(options, words):
-    with pytest.raises(ConfigError) as raised:
-        check_rule(step_options(options), keras.optimizers.SGD())
-    assert words in str(raised.value)
 
 
 def test_a_process_alone_has_the_default_rule(monkeypatch):
