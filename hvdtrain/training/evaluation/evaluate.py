@@ -11,7 +11,7 @@ import tensorflow as tf
 from hvdtrain.backends.protocol import Backend, gather
 from hvdtrain.compat.keras import flatten_results
 from hvdtrain.compat.tensorflow import compiled
-from hvdtrain.config.errors import DataError
+from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.streams.given import in_step
 from hvdtrain.runtime.placement import placement_of
@@ -165,6 +165,18 @@ class Scores(_Named, list[Any]):
         return self.as_dict()[place] if isinstance(place, str) else super().__getitem__(place)
 
 
+def is_stopped(model: Any, attribute: str, ranks: int) -> bool:
+    """Return whether a callback has ended the pass over the data. Raises ConfigError where several ranks share it."""
+    if not getattr(model, attribute):
+        return False
+    if ranks > 1:
+        raise ConfigError(
+            f"A callback set model.{attribute}, which ends the pass over the data in one process; {ranks} ranks go "
+            "through it together. Pass steps=N in its place."
+        )
+    return True
+
+
 class KerasEvaluator:
     """Calls the model's `test_step` on every replica's share of the data.
 
@@ -193,7 +205,7 @@ class KerasEvaluator:
         self._logs.reset()
         hooks, rule = hooks or EvaluationHooks(), self._rule()
         holds = rule is None or rule.holds_weights
-        count = 0
+        count, self._model.stop_evaluating = 0, False
         # Ranks exchange divisors of losses, parameters and activations in each batch.
         for batch in in_step(batches):
             if self.find_kinds is not None:
@@ -202,6 +214,8 @@ class KerasEvaluator:
             self._updates[holds](batch)
             hooks.end_test_step(count, self._so_far)
             count += 1
+            if is_stopped(self._model, "stop_evaluating", self._backend.job_size):
+                break
         if not count:
             raise DataError("There is nothing to evaluate: the validation data hold no samples.")
         results = {name: metric_value(value) for name, value in self._results().items()}

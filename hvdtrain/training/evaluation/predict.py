@@ -14,6 +14,7 @@ from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.batch import Batch, map_tensors
 from hvdtrain.data.streams.given import in_step
 from hvdtrain.data.streams.python_batches import as_function, is_stream
+from hvdtrain.training.evaluation.evaluate import is_stopped
 from hvdtrain.training.inputs import first_batches, own_evaluation_data, validation_batches
 from hvdtrain.training.step.batches import inputs_for, keras_data, replica_slice
 
@@ -35,7 +36,7 @@ class Predictor:
 
         `callbacks` is a Keras CallbackList.
         """
-        return predicted(in_step(batches), self._outputs_for, callbacks)
+        return predicted(in_step(batches), self._outputs_for, callbacks, ranks=self._backend.job_size)
 
     def _outputs_for(self, batch: Batch) -> Any:
         if self._needs_all is None:
@@ -86,10 +87,16 @@ def own_outputs(model: Any, batches: Iterable[Batch], callbacks: Any = None) -> 
     return predicted(batches, of, callbacks)
 
 
-def predicted(batches: Iterable[Any], outputs_of: Callable[[Any], Any], callbacks: Any = None) -> Any:
-    """Return the outputs of all batches, joined as Keras does, and call the `callbacks`. Raises DataError if empty."""
+def predicted(
+    batches: Iterable[Any], outputs_of: Callable[[Any], Any], callbacks: Any = None, *, ranks: int = 1
+) -> Any:
+    """Return the outputs of all batches, joined as Keras does, and call the `callbacks`. Raises DataError if empty.
+
+    `ranks` is how many go through the batches together.
+    """
     parts = []
     if callbacks is not None:
+        callbacks.model.stop_predicting = False
         callbacks.on_predict_begin()
     for number, batch in enumerate(batches):
         if callbacks is not None:
@@ -97,6 +104,8 @@ def predicted(batches: Iterable[Any], outputs_of: Callable[[Any], Any], callback
         parts.append(outputs_of(batch))
         if callbacks is not None:
             callbacks.on_predict_batch_end(number, {"outputs": parts[-1]})
+            if is_stopped(callbacks.model, "stop_predicting", ranks):
+                break
     if callbacks is not None:
         callbacks.on_predict_end()
     if not parts:

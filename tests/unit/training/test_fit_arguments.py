@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.streams import python_batches
+from hvdtrain.training.evaluation.evaluate import is_stopped
 from hvdtrain.training.trainer import Trainer
 from tests.builders import cross_entropy, dense, samples
 from tests.extended import mostly_extended
@@ -234,6 +235,29 @@ def test_epochs_and_steps_are_limited_by_keras_configuration():
     assert observer.begun == [0, 1]
     np.testing.assert_allclose(ours.history["loss"], theirs.history["loss"], rtol=1e-5)
     np.testing.assert_allclose(figures[1], figures[0], rtol=1e-5)
+
+
+class StopsAtThree(keras.callbacks.Callback):
+    def on_test_batch_end(self, batch, logs=None):
+        self.model.stop_evaluating = batch == 2
+
+    def on_predict_batch_end(self, batch, logs=None):
+        self.model.stop_predicting = batch == 2
+
+
+def test_a_callback_ends_an_evaluation_and_a_prediction():
+    model, trainer = compiled(), trainer_of()
+    theirs = model.evaluate(endless(), callbacks=[StopsAtThree()], verbose=0)
+    np.testing.assert_allclose(trainer.evaluate(endless, callbacks=[StopsAtThree()], verbose=0), theirs, rtol=1e-5)
+    assert len(trainer.predict(endless, callbacks=[StopsAtThree()], verbose=0)) == 24
+
+
+@pytest.mark.parametrize("attribute", ["stop_evaluating", "stop_predicting"])
+def test_a_callback_cannot_end_what_several_ranks_go_through(attribute):
+    model = compiled()
+    setattr(model, attribute, True)
+    with pytest.raises(ConfigError, match=f"A callback set model.{attribute}.* Pass steps=N"):
+        is_stopped(model, attribute, ranks=2)
 
 
 SPARSE = {
