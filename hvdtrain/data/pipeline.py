@@ -184,7 +184,10 @@ class SourceTraining:
             return next(self.batches(0))
         samples = self.batch if self.order.full_batches else self.order.rest
         *_, has_samples = slice_bounds(samples, self._index, self._size)
-        elements = self.read_options.finished(gather_readable(self.source, self._part_of(0), self.bad))
+        try:
+            elements = self.read_options.finished(gather_readable(self.source, self._part_of(0), self.bad))
+        except UNREADABLE:
+            return next(self.batches(0))  # which names the sample
         return self._batch_of(elements, has_samples, samples)
 
     def _batch_of(self, elements: Any, has_samples: float, samples: int) -> Batch:

@@ -78,6 +78,8 @@ def export(session: Session, folder: Path, which: str, file: Path | None, builde
             f"builds the model by --model MODULE:FUNCTION, or a file that ends with {ARRAYS}."
         )
     with model as built:
+        if run is not None:
+            built.compiled = False  # its optimizer may have a schedule of ours, without which Keras loads nothing
         _written(file, lambda draft: WRITERS[suffix](built, draft))
         names = {keras.saving.get_registered_name(type(layer)) for layer in flatten_layers(built)}
     own = sorted(name.removeprefix(_OWN) for name in names if name.startswith(_OWN))
