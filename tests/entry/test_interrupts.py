@@ -46,7 +46,9 @@ def of_ranks(text):
     ("controller", "size", "resume"),
     [("none", 1, ""), ("mpirun", 2, "mpirun -np 2 "), ("gloo", 2, "horovodrun --gloo -np 2 ")],
 )
-def test_a_run_says_how_to_go_on(tmp_path, controller, size, resume):
+def test_a_run_says_how_to_go_on(tmp_path, controller, size, resume, monkeypatch):
+    # mpirun kills the ranks a second after it has passed a signal on, which is short on a busy machine.
+    monkeypatch.setenv("OMPI_MCA_odls_base_sigkill_timeout", "5")
     words = ["--epochs", "1000", "--checkpoint-every", "2", "--run-dir", "run", "--plots", "False"]
     command = [*launcher(controller, size), sys.executable, "-m", "hvdtrain", *words]
     checkpoints = tmp_path / "run" / "checkpoints"

@@ -115,13 +115,17 @@ def test_batches_are_those_that_were_asked_for(data):
     [
         (SLICES.repeat(), {}, "pass steps_per_epoch"),
         (generator, {"batch": 8}, "of 4 samples. Received: batch 8. Use batch=4"),
-        (SLICES, {"augment": ("flip",)}, "augment is for samples that are read by their numbers"),
-        (SLICES, {"tail": "drop"}, "tail is for samples"),
-        (SLICES, {"shard_by": "files"}, "shard-by is for samples"),
-        (SLICES, {"on_bad_record": "skip:1"}, "on-bad-record is for samples"),
-        (SLICES, {"cache": "file"}, "cache file is for samples"),
-        (SLICES, {"data_threads": 2}, "data-threads is for samples"),
-        (SLICES, {"data_memory_mb": 2}, "data-memory-mb is for samples"),
+        (
+            SLICES,
+            {"augment": ("flip",)},
+            "augment does not go with mypkg:data, .*it is for samples that are read",
+        ),
+        (SLICES, {"tail": "drop"}, "tail .*does not go with .*it is for samples"),
+        (SLICES, {"shard_by": "files"}, "shard-by .*does not go with .*it is for samples"),
+        (SLICES, {"on_bad_record": "skip:1"}, "on-bad-record .*does not go with .*it is for samples"),
+        (SLICES, {"cache": "file"}, "cache file does not go with .*it is for samples"),
+        (SLICES, {"data_threads": 2}, "data-threads .*does not go with .*it is for samples"),
+        (SLICES, {"data_memory_mb": 2}, "data-memory-mb .*does not go with .*it is for samples"),
     ],
 )
 def test_options_that_cannot_be_kept_are_refused(data, options, said):
