@@ -23,6 +23,14 @@ def _messages() -> None:
     set_up_logging()
 
 
+@pytest.fixture(autouse=True)
+def _no_caching_device() -> Iterator[None]:
+    """Undo what tf.map_fn leaves in the process where its function raises: no strategy can be entered any more."""
+    yield
+    if tensorflow := sys.modules.get("tensorflow"):
+        tensorflow.compat.v1.get_variable_scope()._caching_device = None
+
+
 @pytest.fixture(scope="session")
 def session() -> Iterator[Session]:
     """What `hvdtrain.init()` makes of a process that is alone; everything else it changes is put back."""
