@@ -57,17 +57,13 @@ def main(
                 failure = ""
             except BaseException as error:
                 failure = f"rank {world.rank}:\n{traceback.format_exc()}"
+                print(failure, file=sys.stderr, flush=True)  # where the others wait for this rank, nobody reads more
                 if debugged == world.rank:
-                    print(failure, file=sys.stderr, flush=True)
                     pdb.post_mortem(error.__traceback__)
                 if debugged is not None:
                     raise  # nothing else would end ranks that wait for this one
             # A check that failed on one rank before it exchanged something leaves the others' bytes here.
-            try:
-                failures = [text.decode(errors="replace") for text in world.gather(failure.encode())]
-            except BaseException:  # the others wait for this rank, and nobody writes down why it failed
-                print(failure, file=sys.stderr, flush=True)
-                raise
+            failures = [text.decode(errors="replace") for text in world.gather(failure.encode())]
             seconds = time.perf_counter() - begin
             outcomes[name] = {"failure": "\n".join(filter(None, failures)), "seconds": round(seconds, 2)}
             if world.rank == 0:
