@@ -107,8 +107,8 @@ def scaled_sum(ranks: list[int], dtype: str) -> np.ndarray:
     return whole(sum(parts) * FACTORS["postscale_factor"], dtype)
 
 
-@worlds("mpirun-2", "gloo-2")
-@worlds("gloo-1", "gloo-4", extended=True)
+@worlds("mpirun-2")
+@worlds("gloo-1", "gloo-2", "gloo-4", extended=True)
 def check_allreduce(world: World) -> None:
     with process_sets(world) as sets:
         run([case for group, ranks in sets for case in allreduce_cases(world.rank, group, ranks)])
@@ -205,8 +205,8 @@ def sparse_cases(me: int, group: Any, ranks: list[int]) -> Iterator[Case]:
         )
 
 
-@worlds("mpirun-2", "gloo-2")
-@worlds("gloo-1", "gloo-4", extended=True)
+@worlds("mpirun-2")
+@worlds("gloo-1", "gloo-2", "gloo-4", extended=True)
 def check_moves(world: World) -> None:
     """Gathers of unequal parts, broadcasts from every root, and alltoall in equal and unequal parts."""
     with process_sets(world) as sets:

@@ -168,6 +168,7 @@ def check_a_frozen_model_is_evaluated_and_not_trained(world: World) -> None:
             raise AssertionError("it was trained")
 
 
+@worlds("mpirun-2", extended=True)
 def check_a_checkpoint_goes_on_in_any_stage(world: World) -> None:
     """Saved by `fit` at one stage and restored at another: equal bits, and a training that goes on the same."""
     data, fit = wide_data("float64"), {"batch": BATCH, "shuffle": False, "verbose": False}

@@ -82,6 +82,7 @@ def test_the_report_shows_figures_reasons_and_commands(tmp_path):
     assert "it did not start" in text
 
 
+@pytest.mark.extended
 def test_the_page_needs_no_other_file(tmp_path):
     write_report(results(), tmp_path)
     page = (tmp_path / "report.html").read_text()
@@ -91,6 +92,7 @@ def test_the_page_needs_no_other_file(tmp_path):
     assert not re.search(r'(src|href)="(?!data:)', page)
 
 
+@pytest.mark.extended
 def test_a_report_is_made_anew_from_what_an_interrupted_comparison_left(tmp_path, capsys):
     write_results(results(), tmp_path / FILE)
     assert main(["bench", "report", str(tmp_path)]) == 0

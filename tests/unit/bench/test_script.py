@@ -55,6 +55,7 @@ def test_its_functions_take_turns_and_its_results_have_the_schema_of_all(script,
     assert comparison.command == "python benchmarks/both.py --out results/results.json"
 
 
+@pytest.mark.extended
 def test_what_fails_is_reported_and_the_rest_goes_on(script):
     done = script("--fails", "a")
     assert done.returncode == 1

@@ -144,7 +144,8 @@ def test_a_block_of_a_users_own_model():
     )
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.extended)], ids=["eager", "compiled"])
+@pytest.mark.extended
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_masks_go_in_and_come_out(compiled):
     class Tagger(keras.Model):
         def __init__(self, wrap):

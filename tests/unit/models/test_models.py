@@ -193,6 +193,7 @@ def test_large_float16_activations_of_a_transformer_stay_finite(policy, dropout)
     assert np.isfinite(np.array(model(x, training=True))).all()
 
 
+@pytest.mark.extended
 def test_saved_models_load_without_this_package(tmp_path):
     rng = np.random.default_rng(0)
     rows = {"numeric": rng.standard_normal((7, 5)), "categorical": rng.integers(0, 9, (7, 3))}

@@ -103,12 +103,14 @@ def test_a_run_folder_that_is_removed_is_written_again(run_that_loses, capsys):
     assert all(list((folder / "tensorboard" / kind).iterdir()) for kind in ("train", "validation"))
 
 
+@pytest.mark.extended
 def test_checkpoints_that_are_removed_are_followed_by_others(run_that_loses):
     folder = run_that_loses("checkpoints")
     assert complete(folder / "checkpoints")[-1].name == "step-00000060"
     assert "config.yaml" in os.listdir(folder)
 
 
+@pytest.mark.extended
 def test_a_file_in_place_of_the_run_folder_is_an_error_only_at_the_end(run_that_loses, capsys):
     with pytest.raises(CheckpointError, match=r"step-00000060 cannot be written: \[Errno 17\] File exists"):
         run_that_loses("", replaced=True)

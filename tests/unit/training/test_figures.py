@@ -196,6 +196,7 @@ def watched(path, **plan):
     return trainer, notes, [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.extended
 def test_steps_show_the_epoch_so_far_and_keep_what_is_new(tmp_path):
     """With a rate of zero every figure is that of the samples it covers."""
     trainer, notes, lines = watched(tmp_path / "metrics.jsonl", log_every=3)
@@ -265,6 +266,7 @@ def test_keras_callbacks_find_the_figures_that_they_name(tmp_path):
     assert params == [{"verbose": 2, "epochs": 9, "steps": 4}]
 
 
+@pytest.mark.extended
 def test_a_history_with_arrays_goes_on_from_a_checkpoint(tmp_path):
     options = {"epochs": 2, "verbose": 0, "callbacks": [keras.callbacks.Callback()], "checkpoint": tmp_path}
 

@@ -88,6 +88,7 @@ def test_without_a_checkpoint_resume_begins_at_the_start(tmp_path):
     assert steps_in(tmp_path / "none yet") == [STEPS]
 
 
+@pytest.mark.extended
 def test_a_training_that_is_finished_stays_as_it_is(tmp_path, capsys):
     first = trainer_of()
     first.fit(X, Y, epochs=2, checkpoint=tmp_path, **QUIET)

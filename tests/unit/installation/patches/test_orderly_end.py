@@ -87,7 +87,8 @@ def test_a_rank_has_the_time_that_the_user_gives_it(monkeypatch):
     assert code == 75
 
 
-@pytest.mark.parametrize("command", ["{rank}; exit $?", pytest.param("exec {rank}", marks=pytest.mark.extended)])
+@pytest.mark.extended
+@pytest.mark.parametrize("command", ["{rank}; exit $?", "exec {rank}"])
 def test_a_rank_that_does_not_end_is_killed_with_what_it_has_started(command):
     psutil = pytest.importorskip("psutil")
     code, text = run_and_end(command.format(rank=rank("deaf")))

@@ -338,6 +338,7 @@ def test_who_waits_at_a_barrier_hears_of_whom():
     assert len(heard[0] + heard[1]) < 8
 
 
+@pytest.mark.extended
 def test_a_store_that_is_gone_stops_nobody_from_failing():
     def body(rank):
         channels[rank] = open_rank(rank, 2, port)

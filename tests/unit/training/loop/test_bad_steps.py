@@ -183,6 +183,7 @@ def spiking():
     return x, y
 
 
+@pytest.mark.extended
 def test_a_spike_is_held_back():
     x, y = spiking()
     with pytest.raises(BadStepError, match=r"Step 19 \(epoch 1\) is bad: a loss of [\d.e+]+ where up to [\d.]+ is"):

@@ -191,6 +191,7 @@ def test_variables_with_a_constraint_stay_whole():
     assert np.linalg.norm(sharded[0][0], axis=0).max() <= 0.5 + 1e-6
 
 
+@pytest.mark.extended
 def test_exclusions_from_decay_by_the_name_of_a_layer_hold_for_slices():
     def named():
         keras.utils.set_random_seed(0)
