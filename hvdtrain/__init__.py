@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from hvdtrain.optim.schedules import learning_rate_schedule
     from hvdtrain.parallel.parallelize import parallelize
     from hvdtrain.parallel.tensor.cuts import FusedHeads
+    from hvdtrain.run_function import run
     from hvdtrain.runs.loaded import LoadedRun, load_run
     from hvdtrain.training.trainer import Trainer
 
@@ -94,6 +95,7 @@ _PUBLIC = {
     "rank": "hvdtrain.api",
     "rank_zero_only": "hvdtrain.api",
     "reducescatter": "hvdtrain.gradients.collectives",
+    "run": "hvdtrain.run_function",
     "shard": "hvdtrain.data.own_loops",
     "shutdown": "hvdtrain.api",
     "size": "hvdtrain.api",
@@ -138,6 +140,7 @@ __all__ = [
     "rank",
     "rank_zero_only",
     "reducescatter",
+    "run",
     "shard",
     "shutdown",
     "size",

@@ -52,8 +52,8 @@ tests() {
 
 # Each of these keeps one core busy.
 static() {
-    section "lint" ruff check hvdtrain tests benchmarks
-    section "format" ruff format --check hvdtrain tests benchmarks
+    section "lint" ruff check hvdtrain tests benchmarks examples
+    section "format" ruff format --check hvdtrain tests benchmarks examples
     section "import contracts" lint-imports
     section "types" mypy
 }

@@ -131,6 +131,14 @@ def test_three_ranks_on_two_nodes_train_as_one_process_does(cluster, struck):
         assert np.abs(array - expected[path]).max() <= 1e-6 * largest, path
 
 
+def test_the_example_trains_a_script_on_both_nodes(cluster):
+    script = [str(ROOT / "examples" / "slurm.sbatch"), str(ROOT / "examples" / "image_folder.py"), "--epochs", "2"]
+    job = cluster.submit("--nodes=2", "--ntasks-per-node=1", *script)
+    assert cluster.wait_for_end(job)["JobState"] == "COMPLETED", cluster.log(job)
+    assert "horovod (gloo), 2 ranks by srun" in cluster.log(job)
+    assert complete(cluster.work / "checkpoints")
+
+
 def test_each_job_of_an_array_trains_on_the_same_node(cluster):
     """Two jobs at once, whose ranks meet on one host."""
     words = [*TRAIN, "--epochs", "1"]

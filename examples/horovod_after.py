@@ -1,0 +1,42 @@
+"""The script of horovod_before.py with one changed import. Its ranks hold the same weights to the last bit.
+
+    horovodrun -np 2 python examples/horovod_after.py
+
+`python -m hvdtrain doctor --script SCRIPT` says what else your script needs; with `--apply` it is rewritten.
+"""
+
+import keras
+import tensorflow as tf
+
+import hvdtrain.horovod.keras as hvd
+
+from hvdtrain.data.digits import load_digits
+
+hvd.init()
+gpus = tf.config.list_physical_devices("GPU")
+if gpus:
+    tf.config.set_visible_devices(gpus[hvd.local_rank()], "GPU")
+
+images, labels = load_digits()
+dataset = tf.data.Dataset.from_tensor_slices((images, labels)).repeat().shuffle(2000).batch(64)
+
+model = keras.Sequential(
+    [
+        keras.Input((8, 8, 1)),
+        keras.layers.Conv2D(32, 3, activation="relu"),
+        keras.layers.Flatten(),
+        keras.layers.Dense(10, activation="softmax"),
+    ]
+)
+optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.001 * hvd.size()))
+model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
+
+callbacks = [
+    hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+    hvd.callbacks.MetricAverageCallback(),
+    hvd.callbacks.LearningRateWarmupCallback(initial_lr=0.001 * hvd.size(), warmup_epochs=2),
+]
+if hvd.rank() == 0:
+    callbacks.append(keras.callbacks.ModelCheckpoint("digits-{epoch}.keras"))
+verbose = 2 if hvd.rank() == 0 else 0
+model.fit(dataset, steps_per_epoch=100 // hvd.size(), epochs=5, callbacks=callbacks, verbose=verbose)
