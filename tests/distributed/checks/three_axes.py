@@ -37,7 +37,7 @@ def check_split_layers_and_experts_of_stages_train_as_one_process_does(world: Wo
                 optimizer = hybrids.optimizer_of()
                 trainer = hvdtrain.Trainer(build, optimizer, hybrids.LOSS, backend=mesh.backend, **options)
             trainer.fit(hybrids.data(), epochs=hybrids.EPOCHS, **hybrids.FIT)
-            error = error_of(mesh, trainer, expected.model, expected.weights)
+            error = error_of(mesh, trainer, expected.model, expected.averages)
             assert error <= 1e-9, f"{axes}: {error:.2e}"
 
 
@@ -81,10 +81,10 @@ def check_slices_of_sequences_in_split_layers_train_as_one_process_does(world: W
 def check_tied_weights_of_stages_stay_equal_with_many_replicas(world: World) -> None:
     """To the last bit, with their slots: three addends or more are rounded in the order in which they are added up.
 
-    And they are those of one process. Weights of samples have sums of their own to round.
+    And they are those of one process. Weights of tokens have sums of their own to round.
     """
     x, y = tokens()
-    weights = np.random.default_rng(8).uniform(0.1, 2.0, len(x)).astype("float32")
+    weights = np.random.default_rng(8).uniform(0.1, 2.0, x.shape).astype("float32")
 
     def shared() -> keras.Model:
         """Layers that are called again and again, as in ALBERT."""
