@@ -198,7 +198,7 @@ def _resume(trainer: Trainer, newest: Path, identity: Identity, config: Config, 
     if earlier is not None:
         # Before the tensors are looked at: other data may make another model.
         check_samples(read_index(newest).scalars.get("data"), now=identity, config=config, earlier=earlier, run=path)
-    trainer.restore(newest)
+    trainer.go_on_from(newest)
     return stretched_schedule(config, earlier) if earlier is not None else None
 
 

@@ -174,9 +174,16 @@ class ResumableTrainer(TrainerCore):
     def _resume(self, folder: Path) -> Path | None:
         path = self._on_primary(lambda: _to_go_on_from(folder))
         if path is not None:
-            self._resuming = True
-            self._load(path)
+            self.go_on_from(path)
         return path
+
+    def go_on_from(self, checkpoint: Path) -> None:
+        """Load a checkpoint to continue its training: weights stay those of training beside their averages. Collective.
+
+        Raises CheckpointError: it was saved from another model or optimizer.
+        """
+        self._resuming = True
+        self._load(checkpoint)
 
     def _on_primary(self, find: Callable[[], Path | None]) -> Path | None:
         """Return rank 0's result of `find` on every rank. Collective."""

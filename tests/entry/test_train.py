@@ -32,14 +32,17 @@ WORLDS = [
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Two epochs of digits for each launcher and number of ranks, each run once, when a test first asks for it."""
+    """Two epochs of digits for each launcher and number of ranks, each run once, when a test first asks for it.
+
+    With averages of the weights, which a resumed run must not take for the weights.
+    """
     done = {}
 
     def run_of(controller, size):
         if (controller, size) not in done:
             folder = tmp_path_factory.mktemp(f"{controller}-{size}")
             where = [] if controller == "horovodrun" else ["--run-dir", "run"]
-            job = hvdtrain(controller, size, "digits", "--epochs", "2", *where, cwd=folder)
+            job = hvdtrain(controller, size, "digits", "--epochs", "2", "--ema", "0.9", *where, cwd=folder)
             (made,) = folder.glob("run" if where else "runs/*")
             done[controller, size] = job, made
         return done[controller, size]
@@ -155,7 +158,7 @@ def test_the_best_epoch_is_kept_as_well(runs):
 def test_a_resumed_run_ends_like_one_at_a_stretch(runs, tmp_path):
     _, folder = runs("mpirun", 2)
     words = ("digits", "--epochs", "2", "--max-steps", "30", "--checkpoint-every", "10", "--run-dir", "run")
-    words += ("--keep-best", "none")
+    words += ("--keep-best", "none", "--ema", "0.9")
     hvdtrain("mpirun", 2, *words, cwd=tmp_path)
     kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert kept == ["step-00000010", "step-00000020", "step-00000030"]
