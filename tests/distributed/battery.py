@@ -37,6 +37,7 @@ def main(
 
     # Each check traces functions of its own; TensorFlow takes that for an accident.
     tf.get_logger().setLevel("ERROR")
+    from meshes import remove_process_sets
     from world import TIMEOUT_S, World, grappler
 
     from hvdtrain.backends.select import backend_for
@@ -64,6 +65,8 @@ def main(
                     raise  # nothing else would end ranks that wait for this one
             # A check that failed on one rank before it exchanged something leaves the others' bytes here.
             failures = [text.decode(errors="replace") for text in world.gather(failure.encode())]
+            if any(failures):
+                remove_process_sets()
             seconds = time.perf_counter() - begin
             outcomes[name] = {"failure": "\n".join(filter(None, failures)), "seconds": round(seconds, 2)}
             if world.rank == 0:

@@ -16,6 +16,14 @@ _SETS = {}
 """Those that there are by now, by their ranks: Horovod refuses a process set twice."""
 
 
+def remove_process_sets() -> None:
+    """Remove those that a failed check has left, on all ranks: other checks add the same. Collective."""
+    import horovod.tensorflow as hvd
+
+    while _SETS:
+        assert hvd.remove_process_set(_SETS.popitem()[1])
+
+
 @contextmanager
 def alone() -> Iterator[None]:
     """Make layers within this context as a process by itself does, without a job."""

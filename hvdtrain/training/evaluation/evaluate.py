@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import tensorflow as tf
 
@@ -184,6 +184,9 @@ class KerasEvaluator:
     `rule` returns the rule that holds the model's weights; None: the model does.
     """
 
+    of_stage: ClassVar[bool] = False
+    """Whether the model is a pipeline's stage, whose outputs may be shards of the whole model's."""
+
     def __init__(self, backend: Backend, model: Any, rule: Callable[[], UpdateRule | None] = lambda: None) -> None:
         self._backend = backend
         self._model = model
@@ -243,6 +246,7 @@ class KerasEvaluator:
             whole=self._backend.size == 1,
             exchanges=True,
             kinds=self.kinds,
+            of_stage=self.of_stage,
         )
         with (
             restored_if_empty(self._logs.variables(), batch.has_samples),

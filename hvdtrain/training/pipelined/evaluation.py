@@ -91,6 +91,8 @@ def masked(cut: Cut, stage: int, tensors: list[Any]) -> list[Any]:
 class PipelinedEvaluator(KerasEvaluator):
     """Evaluates a model split into pipeline stages; `backend` sums over them."""
 
+    of_stage = True
+
     def __init__(
         self, backend: MetricsBackend, model: PipelineStage, forward: StageForward, regularization: Regularization
     ) -> None:

@@ -12,7 +12,7 @@ import tensorflow as tf
 from builders import CROSS_ENTROPY, per_sample
 from checks.long_pipelines import slice_of
 from meshes import alone, on_mesh
-from world import World, moved, relative_error
+from world import World, computing_in, moved, relative_error
 from worlds import worlds
 
 import hvdtrain
@@ -123,6 +123,7 @@ def trained(mesh: World, samples: int, of_model: dict[str, Any], *, epochs: int 
 
 
 @worlds("gloo-4", extended=True)
+@computing_in("float64")
 def check_experts_of_stages_train_as_one_process_does(world: World) -> None:
     """Of the last batch one replica has a sample less than the other, and both have one microbatch for two ranks."""
     samples, folder = 39, world.folder / "expert_pipelines"
@@ -147,6 +148,7 @@ def check_experts_of_stages_train_as_one_process_does(world: World) -> None:
 
 
 @worlds("gloo-4", extended=True)
+@computing_in("float64")
 def check_dropped_tokens_of_all_stages_are_counted(world: World) -> None:
     """Of the last batch one replica has nothing, and its stages serve the other's tokens alone.
 
@@ -158,7 +160,7 @@ def check_dropped_tokens_of_all_stages_are_counted(world: World) -> None:
 
     def recorded(self: Any, batch: Any, *, measure: bool) -> Any:
         result = step(self, batch, measure=measure)
-        seen.append({name: value.numpy() for name, value in result.measured.metrics.items()})
+        seen.append({name: np.array(value) for name, value in self.recent_metrics().items()})
         return result
 
     with on_mesh(world, "pp=2,ep=2") as mesh, mock.patch.object(TrainStep, "__call__", recorded):
@@ -171,6 +173,7 @@ def check_dropped_tokens_of_all_stages_are_counted(world: World) -> None:
 
 
 @worlds("gloo-4", extended=True)
+@computing_in("float64")
 def check_recomputed_experts_without_samples_count_nothing(world: World) -> None:
     """Of the last batch one replica has nothing: its placeholder takes no part in the balance of the load."""
     reference = Reference(33, 1, together=True, **BALANCED)
@@ -192,6 +195,7 @@ def uncounted() -> Iterator[None]:
 
 
 @worlds("gloo-4", extended=True)
+@computing_in("float64")
 def check_training_goes_wrong_without_the_losses_of_earlier_stages(world: World) -> None:
     reference = Reference(16, 1, together=True, **BALANCED)
     with on_mesh(world, "pp=2,ep=2") as mesh, uncounted():

@@ -42,6 +42,7 @@ def check_split_layers_and_experts_of_stages_train_as_one_process_does(world: Wo
 
 
 @worlds("mpirun-8", extended=True)
+@computing_in("float64")
 def check_slices_of_sequences_and_experts_of_stages_train_as_one_process_does(world: World) -> None:
     """The router's losses are over the tokens of all ranks, of which the last batch leaves some without any."""
     build = lambda: sequences.stacked(sequences.EXPERTS)  # noqa: E731
