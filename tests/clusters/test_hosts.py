@@ -83,9 +83,15 @@ def clear(here):
 
 
 def written(here, number):
-    """Return what a job has left in a host's working folder."""
+    """Return what a job has left in a host's working folder, but for the logs of its ranks there."""
     own = {"train.py", "tmp", "here.yaml", "hosts.txt", "models.py", "table.csv", "photos", ".cache"}
-    return {path.name for path in here.disk(number).iterdir() if not path.name.startswith(".")} - own
+    found = {path.name for path in here.disk(number).iterdir() if not path.name.startswith(".")} - own
+    return {name for name in found if not holds_logs_alone(here.disk(number) / name)}
+
+
+def holds_logs_alone(path):
+    files = [file for file in path.rglob("*") if file.is_file()]
+    return bool(files) and all(re.fullmatch(r"logs/rank-\d\.log", str(file.relative_to(path))) for file in files)
 
 
 @pytest.fixture(scope="module")

@@ -87,6 +87,21 @@ def test_the_options_of_printed_commands_exist(command, capsys):
     assert [word for word in words if word.startswith("--") and word not in text] == []
 
 
+def test_blocks_that_are_not_run_are_few_and_say_why():
+    """A new one belongs here: everybody sees what a reader cannot rely on."""
+    skipped = [(page, block.not_run) for page in PAGES for block in blocks_of(page) if block.not_run]
+    why = "since a job has one layout"
+    assert skipped == [
+        ("README.md", "tests/entry/docs/test_commands.py runs it with each of two packages as hvd"),
+        ("docs/context_parallel.md", f"tests/entry/test_context_parallel.py runs it, {why}"),
+        ("docs/context_parallel.md", f"tests/unit/parallel/context trains such a layer, {why}"),
+        ("docs/own_loops.md", "it starts a job of its own; tests/entry/test_run_function.py"),
+        ("docs/pipeline_parallel.md", f"tests/entry/test_pipeline.py runs it, {why}"),
+        ("docs/tensor_parallel.md", f"tests/entry/test_tensor_parallel.py runs it, {why}"),
+        ("docs/tensor_parallel.md", f"tests/distributed/checks/fused_heads.py trains such a model, {why}"),
+    ]
+
+
 # --- messages -----------------------------------------------------------------------------------------------
 
 OF_OTHERS = (

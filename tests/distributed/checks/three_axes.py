@@ -25,17 +25,17 @@ from hvdtrain.training.update_rules.zero import shards
 
 
 @worlds("mpirun-8", extended=True)
+@computing_in("float64")
 def check_split_layers_and_experts_of_stages_train_as_one_process_does(world: World) -> None:
     """With averages of weights, microbatches, a bound on the norm, and divided slots and gradients."""
     expected = hybrids.Reference()
     options = {"clip_norm": hybrids.BOUND, "accumulate": 2, "zero": 2}
     for axes in ("pp=2,ep=2,tp=2", "pp=2,dp=2,tp=2"):
         with on_mesh(world, axes) as mesh, mock.patch.object(shards, "SMALL_BYTES", 0):
-            with computing_in("float64"):
-                parallelize = Parallelization(mesh.backend.along("tp"), hybrids.RULES, mesh.backend)
-                build = partial(parallelize, hybrids.built, None)  # each stage begins with what its own ranks draw
-                optimizer = hybrids.optimizer_of()
-                trainer = hvdtrain.Trainer(build, optimizer, hybrids.LOSS, backend=mesh.backend, **options)
+            parallelize = Parallelization(mesh.backend.along("tp"), hybrids.RULES, mesh.backend)
+            build = partial(parallelize, hybrids.built, None)  # each stage begins with what its own ranks draw
+            optimizer = hybrids.optimizer_of()
+            trainer = hvdtrain.Trainer(build, optimizer, hybrids.LOSS, backend=mesh.backend, **options)
             trainer.fit(hybrids.data(), epochs=hybrids.EPOCHS, **hybrids.FIT)
             error = error_of(mesh, trainer, expected.model, expected.averages)
             assert error <= 1e-9, f"{axes}: {error:.2e}"

@@ -83,15 +83,3 @@ def test_the_pages_warn_of_nothing(job):
         "is skipped: NaN",
     )
     assert [line for line in lines if not any(text in line for text in harmless)] == []
-
-
-def test_blocks_that_are_not_run_are_few_and_say_why():
-    """A new one belongs here: everybody sees what a reader cannot rely on."""
-    skipped = [(page, block.not_run) for page in PAGES for block in blocks_of(page) if block.not_run]
-    why = "since a job has one layout"
-    assert skipped == [
-        ("docs/context_parallel.md", f"tests/entry/test_context_parallel.py runs it, {why}"),
-        ("docs/pipeline_parallel.md", f"tests/entry/test_pipeline.py runs it, {why}"),
-        ("docs/tensor_parallel.md", f"tests/entry/test_tensor_parallel.py runs it, {why}"),
-        ("docs/tensor_parallel.md", f"tests/distributed/checks/fused_heads.py trains such a model, {why}"),
-    ]
