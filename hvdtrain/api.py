@@ -92,6 +92,10 @@ def init(
     Raises:
         LaunchError: the ranks do not fit together, or Horovod is not usable.
         ConfigError: called before with other arguments.
+
+    Example::
+
+        hvdtrain.init(mesh={"tp": 2}, hang_timeout=600)
     """
     arguments = _plain(locals())
     if has_session():
@@ -185,7 +189,13 @@ def cross_rank() -> int:
 
 
 def broadcast_variables(variables: Iterable[Any], root_rank: int = 0) -> None:
-    """Assign rank `root_rank`'s values to `variables` (Keras 3 or tf.Variables). Collective."""
+    """Assign rank `root_rank`'s values to `variables` (Keras 3 or tf.Variables). Collective.
+
+    Example::
+
+        optimizer.build(model.trainable_variables)  # creates its slots, so that they are sent, too
+        hvdtrain.broadcast_variables(model.variables + optimizer.variables)
+    """
     from hvdtrain.backends.select import backend_for
     from hvdtrain.state.variables import unique_paths, unwrap
 
@@ -237,6 +247,10 @@ def broadcast_object(obj: Any = None, root_rank: int = 0, *, timeout: float | No
     Raises:
         LaunchError: a rank timed out; it is named.
         ConfigError: a rank made another call, or the object cannot be sent; the same on every rank.
+
+    Example::
+
+        settings = hvdtrain.broadcast_object({"step": 200} if hvdtrain.rank() == 0 else None)
     """
     return object_of_root(current(), obj, root_rank, timeout)
 
@@ -251,6 +265,10 @@ def gather_object(obj: Any, *, timeout: float | None = None) -> list[Any]:
     Raises:
         LaunchError: a rank timed out; it is named.
         ConfigError: a rank made another call, or an object cannot be sent; the same on every rank.
+
+    Example::
+
+        accuracies = hvdtrain.gather_object(0.9)  # one entry per rank
     """
     return objects_of_all(current(), obj, timeout)
 
@@ -259,6 +277,12 @@ def trace_step(number: int) -> AbstractContextManager[None]:
     """Return a context that traces step `number`, from 1, of a custom loop.
 
     A no-op without `init(timeline=…)`. Not needed for `fit`.
+
+    Example::
+
+        for number, (x, y) in enumerate(dataset, start=1):
+            with hvdtrain.trace_step(number):
+                step(x, y)
     """
     return traced_step(current().link.trace, number)
 
@@ -267,6 +291,15 @@ def rank_zero_only(function: Callable[P, T]) -> Callable[P, T | None]:
     """Decorate a function to run on rank 0 only; other ranks return None.
 
     It must not contain collectives (`fit`, `barrier`, `broadcast_object` …): the other ranks would not join.
+
+    Example::
+
+        @hvdtrain.rank_zero_only
+        def save():
+            model.save("model.keras")
+
+        save()
+        hvdtrain.barrier()  # the file is there for every rank
     """
 
     @wraps(function)

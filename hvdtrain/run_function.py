@@ -45,15 +45,6 @@ def run(
     The ranks are new processes: the function calls `hvdtrain.init()` itself, and finds no variable that it changes
     here. Their output is printed here. An interrupt (Ctrl-C, the stop button of a notebook) is passed on to the ranks.
 
-        def train(epochs):
-            import hvdtrain
-
-            hvdtrain.init()
-            ...
-            return trainer.fit(images, labels, epochs=epochs, batch=60).history
-
-        histories = hvdtrain.run(train, [5], np=2)
-
     Args:
         function: called as `function(*args, **kwargs)` on each rank. It is sent by cloudpickle, so that functions of
             a notebook and lambdas can be sent, too, with the values that they use.
@@ -70,6 +61,17 @@ def run(
     Raises:
         ConfigError: called within a job, or `np` is no number of ranks.
         LaunchError: the job failed; the message has the first exception of a rank.
+
+    Example::
+
+        def train(epochs):
+            import hvdtrain
+
+            hvdtrain.init()
+            ...
+            return trainer.fit(images, labels, epochs=epochs, batch=60).history
+
+        histories = hvdtrain.run(train, [5], np=2)
     """
     import cloudpickle
 

@@ -112,6 +112,11 @@ class Checkpoint:
 
     Raises:
         ConfigError: an invalid value.
+
+    Example::
+
+        saves = hvdtrain.Checkpoint("checkpoints", every=100, keep=2, best="val_loss")
+        trainer.fit(x, y, batch=64, epochs=2, validation_data=(x, y), checkpoint=saves)
     """
 
     folder: str | os.PathLike[str]

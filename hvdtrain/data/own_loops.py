@@ -30,6 +30,12 @@ def shard(dataset: tf.data.Dataset, batch: int | None = None, *, drop_remainder:
     Raises:
         ConfigError: a batch that does not divide among the ranks, or none.
         DataError: no samples, or ranks that were given other samples.
+
+    Example::
+
+        dataset = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(100, seed=1)  # the same on every rank
+        for part_x, part_y in hvdtrain.shard(dataset, batch=16):
+            step(part_x, part_y)
     """
     backend = backend_for(current())
     if drop_remainder and batch is None:
@@ -85,6 +91,13 @@ class ShardedOrder:
 
     Raises:
         ConfigError: a batch that does not divide among the ranks, or is larger than all samples that are not dropped.
+
+    Example::
+
+        order = hvdtrain.ShardedOrder(len(x), batch=16, seed=1)
+        for epoch in range(2):
+            for rows in order.indices(epoch):
+                step(x[rows], y[rows])
     """
 
     def __init__(

@@ -21,10 +21,8 @@ class GradientAccumulator:
     """Adds up the gradients of `steps` microbatches and exchanges them once.
 
     The result is the gradient of one large batch: sum(weight x gradient) / sum(weight) over the microbatches of all
-    ranks, whatever the number of microbatches on each. To be used eagerly or within a `tf.function`:
-
-        if accumulator.add(gradients):  # in a graph: accumulator.step(gradients, optimizer)
-            optimizer.apply(accumulator.reduce(), variables)
+    ranks, whatever the number of microbatches on each. Call `step` eagerly or within a `tf.function`; or, eagerly,
+    `if accumulator.add(gradients): optimizer.apply(accumulator.reduce(), variables)`.
 
     BatchNormalization sees one microbatch at a time: its statistics are those of microbatches.
 
@@ -41,6 +39,15 @@ class GradientAccumulator:
     Raises:
         ConfigError: options that exclude one another.
         LaunchError: `hvdtrain.init()` was not called.
+
+    Example::
+
+        accumulator = hvdtrain.GradientAccumulator(model.trainable_variables, steps=4)
+        for x, y in dataset:
+            with tf.GradientTape() as tape:
+                value = loss(y, model(x, training=True))
+            accumulator.step(tape.gradient(value, model.trainable_variables), optimizer)
+        accumulator.flush(optimizer)  # an incomplete group
     """
 
     def __init__(

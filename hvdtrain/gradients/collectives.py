@@ -218,6 +218,11 @@ def allreduce(
 
     Raises:
         ConfigError: the session's backend cannot reduce here, or the op is not defined on `tensor`.
+
+    Example::
+
+        mean = hvdtrain.allreduce(tf.reduce_mean(model(x)))
+        largest = hvdtrain.allreduce(tf.constant(float(hvdtrain.rank())), "max")
     """
     return grouped_allreduce(
         [tensor],
@@ -242,6 +247,10 @@ def grouped_allreduce(
     """Reduce several tensors over all ranks; dense ones of one dtype leave together. Collective.
 
     Arguments are those of `allreduce`.
+
+    Example::
+
+        sums = hvdtrain.grouped_allreduce([tf.ones([2]), tf.ones([3, 3])], "sum")
     """
     group, called, reduction = _group(process_set), call_name("allreduce", name, process_set), op_name(op)
     results = [each if isinstance(each, tf.IndexedSlices) else tf.convert_to_tensor(each) for each in tensors]
@@ -276,6 +285,10 @@ def all_gather(tensor: Any, axis: int = 0, *, name: str | None = None, process_s
         axis: the dim to concatenate along; negative from the last.
         name: see `allreduce`.
         process_set: see `allreduce`.
+
+    Example::
+
+        features = hvdtrain.all_gather(model(x))  # of all ranks' samples, with their gradients
     """
     whole = tf.convert_to_tensor(tensor)
     dims = whole.shape.rank or 0
@@ -289,7 +302,12 @@ def all_gather(tensor: Any, axis: int = 0, *, name: str | None = None, process_s
 
 @as_written
 def allgather(tensor: Any, *, name: str | None = None, process_set: Any = None) -> tf.Tensor:
-    """Concatenate the ranks' tensors along dim 0: Horovod's name for `all_gather`. Collective."""
+    """Concatenate the ranks' tensors along dim 0: Horovod's name for `all_gather`. Collective.
+
+    Example::
+
+        rows = hvdtrain.allgather(tf.ones([hvdtrain.rank() + 1, 2]))
+    """
     return all_gather(tensor, name=name, process_set=process_set)
 
 
@@ -302,6 +320,10 @@ def broadcast(tensor: Any, root_rank: int = 0, *, name: str | None = None, proce
         root_rank: a rank of the job, with `process_set` too.
         name: see `allreduce`.
         process_set: see `allreduce`.
+
+    Example::
+
+        first = hvdtrain.broadcast(tf.constant([float(hvdtrain.rank())]), root_rank=0)
     """
     group: Any = _group(process_set)
     ranks = range(group.size) if process_set is None else group.group.ranks
@@ -323,6 +345,10 @@ def alltoall(tensor: Any, splits: Any = None, *, name: str | None = None, proces
 
     Returns:
         The rows; with `splits` also how many came from each rank, int32 [ranks].
+
+    Example::
+
+        rows, came = hvdtrain.alltoall(tf.ones([hvdtrain.size(), 4]), splits=[1] * hvdtrain.size())
     """
     rows = tf.cast(tf.convert_to_tensor([] if splits is None else splits), tf.int32)
     called = call_name("alltoall", name, process_set)
@@ -344,6 +370,10 @@ def reducescatter(
 
     Where the rows do not divide among the ranks, the first ranks get one more. Arguments are those of `allreduce`; `op`
     is `average` or `sum`.
+
+    Example::
+
+        mine = hvdtrain.reducescatter(tf.ones([2 * hvdtrain.size(), 4]), "sum")
     """
     group, reduction = _group(process_set), op_name(op)
     if reduction not in LINEAR:

@@ -38,6 +38,13 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
 
     Raises:
         ConfigError: options that exclude one another, or an optimizer with `gradient_accumulation_steps`.
+
+    Example::
+
+        optimizer = hvdtrain.DistributedOptimizer(keras.optimizers.Adam(1e-3), clip_norm=1.0)
+        with tf.GradientTape() as tape:  # a plain tape: the optimizer exchanges
+            value = loss(y, model(x, training=True))
+        optimizer.apply(tape.gradient(value, model.trainable_variables), model.trainable_variables)
     """
 
     def __init__(

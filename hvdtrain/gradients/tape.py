@@ -159,6 +159,13 @@ class DistributedGradientTape(ReducingTape):
     Raises:
         ConfigError: options that exclude one another.
         LaunchError: `hvdtrain.init()` was not called.
+
+    Example::
+
+        with hvdtrain.DistributedGradientTape() as tape:
+            value = loss(y, model(x, training=True))
+        gradients = tape.gradient(value, model.trainable_variables)  # averaged over all ranks
+        optimizer.apply(gradients, model.trainable_variables)
     """
 
     def __init__(

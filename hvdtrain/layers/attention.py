@@ -10,21 +10,21 @@ HEAD_DIM = 2
 
 @keras.saving.register_keras_serializable(package="hvdtrain")
 class DotProductAttention(keras.layers.Layer):
-    """Scaled dot-product attention of heads, without weights ([Vaswani et al. 2017](https://arxiv.org/abs/1706.03762)).
+    """Scaled dot-product attention of heads, without weights (Vaswani et al. 2017, arXiv:1706.03762).
 
     Call it in place of `keras.ops.dot_product_attention`. Along `cp` ranks exchange positions for heads before it and
     heads for positions behind it, as for `MultiHeadAttention`.
-
-    ```python
-    attend = hvdtrain.DotProductAttention(is_causal=True, rotate=keras_hub.layers.RotaryEmbedding())
-    outputs = attend(query, key, value)  # each [batch, positions, heads, features]
-    ```
 
     Args:
         is_causal: whether a position attends to itself and those before it only.
         scale: factor of the products; default: 1 / sqrt(features).
         rotate: applied to query and key [batch, positions, heads, features] once all positions are there, such as a
             layer of rotary embeddings, which counts positions.
+
+    Example::
+
+        attend = hvdtrain.DotProductAttention(is_causal=True)
+        outputs = attend(query, key, value)  # each [batch, positions, heads, features]
     """
 
     def __init__(

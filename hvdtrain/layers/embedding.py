@@ -191,6 +191,11 @@ class ShardedEmbedding(ExchangingLayer):
 
     Raises:
         ConfigError: sizes that are not positive, an unknown sharding, or columns not divisible by the ranks.
+
+    Example::
+
+        users = keras.Input((1,), dtype="int32")
+        vectors = hvdtrain.ShardedEmbedding(1000, 16, "row")(users)
     """
 
     def __init__(

@@ -223,6 +223,12 @@ class MixtureOfExperts(ExchangingLayer):
 
     Raises:
         ConfigError: sizes or factors that are not positive, or experts or hidden units not divisible by the ranks.
+
+    Example::
+
+        tokens = keras.Input((16, 32))
+        experts = hvdtrain.MixtureOfExperts(experts=4, hidden=64, top_k=2)
+        outputs = tokens + experts(keras.layers.LayerNormalization()(tokens))
     """
 
     def __init__(

@@ -28,6 +28,11 @@ class Recompute(keras.layers.Wrapper):
 
     Args:
         layer: a layer or model.
+
+    Example::
+
+        block = keras.Sequential([keras.layers.Dense(64, "gelu"), keras.layers.Dense(32)])
+        outputs = hvdtrain.Recompute(block)(keras.Input((32,)))
     """
 
     def __init__(self, layer: Any, **kwargs: Any) -> None:

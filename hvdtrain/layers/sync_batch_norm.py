@@ -31,6 +31,10 @@ class SyncBatchNormalization(BatchNormalizationByMoments):
     Raises:
         ConfigError: `renorm=True` or Keras' own `synchronized=True`.
         LaunchError: called in training without `exchange` and before `hvdtrain.init()`.
+
+    Example::
+
+        outputs = hvdtrain.SyncBatchNormalization(momentum=0.9)(keras.Input((8, 8, 16)))
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

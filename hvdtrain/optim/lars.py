@@ -15,14 +15,14 @@ from hvdtrain.optim.clipping import ordered_sum, sum_of_squares
 class LARS(OptimizerWithOwnDecay):
     """Momentum SGD with layer-wise learning rates from weight and gradient norms.
 
-    For weights w, gradient g and weight decay b (You et al. 2017, arXiv:1708.03888, algorithm 1):
+    For weights w, gradient g and weight decay b (You et al. 2017, arXiv:1708.03888, algorithm 1)::
 
         ratio = trust_coefficient x |w| / (|g| + b |w| + epsilon)
         v <- momentum x v + learning_rate x ratio x (g + b w)
         w <- w - v
 
-    or, with Nesterov's momentum, w <- w - (momentum x v + learning_rate x ratio x (g + b w)). Where |w| or |g| is
-    zero the ratio is 1, so that weights which start at zero can leave it. Variables of fewer than two dims (biases,
+    or, with Nesterov's momentum, `w <- w - (momentum x v + learning_rate x ratio x (g + b w))`. Where w or g is zero
+    the ratio is 1, so that weights which start at zero can leave it. Variables of fewer than two dims (biases,
     normalization parameters) and those excluded from weight decay have ratio 1 and b = 0.
 
     Args:
@@ -36,6 +36,11 @@ class LARS(OptimizerWithOwnDecay):
 
     Raises:
         ConfigError: a momentum outside [0, 1].
+
+    Example::
+
+        rate = keras.optimizers.schedules.CosineDecay(0.0, 100, warmup_target=0.8, warmup_steps=5)
+        trainer = hvdtrain.Trainer(model, hvdtrain.LARS(rate, weight_decay=1e-4), loss)
     """
 
     def __init__(

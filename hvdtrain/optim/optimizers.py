@@ -35,6 +35,10 @@ def decaying_weights_only(optimizer: Any) -> Any:
 
     Raises:
         ConfigError: it is already built.
+
+    Example::
+
+        optimizer = hvdtrain.decaying_weights_only(keras.optimizers.AdamW(1e-3, weight_decay=0.01))
     """
     inner = innermost(optimizer)
     if inner.built:

@@ -18,6 +18,13 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     A reduced gradient is non-finite if any replica's is, so all replicas skip the same steps and their scales stay
     equal. Unlike Keras' own, it checks sparse gradients without densifying them.
+
+    Example::
+
+        optimizer = hvdtrain.LossScaleOptimizer(keras.optimizers.Adam(1e-3))
+        with hvdtrain.DistributedGradientTape() as tape:
+            scaled = optimizer.scale_loss(loss(y, model(x, training=True)))
+        optimizer.apply(tape.gradient(scaled, model.trainable_variables), model.trainable_variables)
     """
 
     def check_finite(self, grads: Any) -> Any:

@@ -167,6 +167,11 @@ def learning_rate_schedule(
 
     Raises:
         ConfigError: values that form no schedule, or have no effect; named as on the command line.
+
+    Example::
+
+        rate = hvdtrain.learning_rate_schedule(1e-3, total_steps=1000, schedule="cosine", warmup_steps=50)
+        optimizer = keras.optimizers.AdamW(rate)
     """
     if (batch is None) != (lr_scaling == "none"):
         raise ConfigError(f"lr_scaling and batch go together. Received: lr_scaling={lr_scaling!r}, batch={batch}.")

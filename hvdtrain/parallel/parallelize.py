@@ -43,6 +43,14 @@ def parallelize(
         ConfigError: rules that match nothing or do not divide; a layer that cannot be split, or that receives an
             activation it cannot use; it is named.
         LaunchError: `hvdtrain.init` was not called.
+
+    Example::
+
+        def build():
+            hidden = keras.layers.Dense(64, activation="relu", name="up")(inputs := keras.Input((16,)))
+            return keras.Model(inputs, keras.layers.Dense(8, name="down")(hidden))
+
+        model = hvdtrain.parallelize(build, {"up/kernel": (None, "tp"), "down/kernel": ("tp", None)})
     """
     backend = current_exchange()
     along = backend.along(CONTEXT)

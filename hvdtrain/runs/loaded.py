@@ -132,6 +132,11 @@ def load_run(folder: str | Path) -> LoadedRun:
 
     Raises:
         CheckpointError: no run is there, it is not finished, or an earlier version of hvdtrain wrote it.
+
+    Example::
+
+        loaded = hvdtrain.load_run("runs/digits")
+        scores = loaded.model.predict(loaded.preprocess(images))
     """
     run = RunFolder(Path(folder))
     _, config = opened(run.path, "load_run")

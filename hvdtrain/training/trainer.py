@@ -64,6 +64,12 @@ class Trainer(FittingTrainer):
     Raises:
         ConfigError: invalid options, or a loss or metric that cannot be reduced over ranks.
         LaunchError: `hvdtrain.init()` was not called.
+
+    Example::
+
+        trainer = hvdtrain.Trainer(model, keras.optimizers.Adam(1e-3), loss, metrics=["accuracy"])
+        result = trainer.fit(x, y, batch=64, epochs=3, validation_data=(x, y))
+        print(result.history["val_accuracy"])
     """
 
     _shares_state = False
