@@ -91,7 +91,7 @@ which=(-m "not extended")
 if [ "${1:-}" = --all ] && [ $# = 1 ]; then
     which=()
     ensure_programs sshd=openssh-server ssh=openssh-client ip=iproute2 ps=procps \
-        shellcheck=shellcheck slurmctld=slurm-wlm munged=munge \
+        shellcheck=shellcheck chromium=chromium slurmctld=slurm-wlm munged=munge \
         /usr/lib/x86_64-linux-gnu/pmix2/lib/libpmix.so=libpmix-dev
 elif [ $# -gt 0 ]; then
     tests "pytest" "$@"
