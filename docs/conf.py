@@ -25,7 +25,7 @@ html_css_files = ["site.css"]
 html_copy_source = False
 
 CONTENTS = {
-    "Start": "docs/install examples/README",
+    "Start": "docs/install docs/gpu examples/README",
     "Your own model": "docs/trainer docs/own_loops docs/migration docs/keras_support",
     "Data": "docs/data",
     "Many hosts": "docs/clusters docs/backends docs/update_rules",

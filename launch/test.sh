@@ -4,6 +4,7 @@
 #   launch/test.sh                        before a change lands: about 10 minutes on 2 cores
 #   launch/test.sh --all                  everything: before a release, and before a change of what many share
 #   launch/test.sh --gpu-build            compiles, links and loads Horovod with NCCL; needs no GPU
+#   launch/test.sh --gpu                  trainings on a GPU beside the same on the CPU, and a table of both (docs/gpu.md)
 #   launch/test.sh tests/unit -k mesh     only pytest, with these arguments
 #   launch/test.sh --timings FILE ...     and writes the seconds of each test to FILE (python -m tests.report --table FILE)
 set -euo pipefail
@@ -12,6 +13,17 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [ "${1:-}" = --gpu-build ] && [ $# = 1 ]; then
     launch/setup.sh --test
     exec launch/lib/gpu_build.sh
+fi
+
+if [ "${1:-}" = --gpu ] && [ $# = 1 ]; then
+    if ! nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then
+        echo 'test: nvidia-smi shows no GPU here: tests/gpu was not run'
+        exit
+    fi
+    launch/setup.sh --test --gpu
+    # shellcheck source=/dev/null
+    . .venv/bin/activate
+    exec python -m pytest -s tests/gpu
 fi
 
 timings=()
