@@ -13,7 +13,7 @@ from keras.src.losses import loss as keras_losses
 from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
 
 from hvdtrain.compat import unlike, uses_attribute
-from hvdtrain.compat.keras_variables import is_stateless
+from hvdtrain.compat.keras_variables import is_stateless, on_their_devices
 
 # Layers
 
@@ -410,7 +410,8 @@ def build_from(model: Any, data: Any) -> Any:
     Assumes `compute_output_spec` of keras.src.backend creates variables as a call does.
     """
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    outputs = keras_backend.compute_output_spec(model, _symbolic(x), training=False)
+    with on_their_devices():
+        outputs = keras_backend.compute_output_spec(model, _symbolic(x), training=False)
     build_objective(model, inputs=x, outputs=outputs, targets=y, sample_weight=sample_weight)
     return outputs
 

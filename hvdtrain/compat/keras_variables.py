@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.common import variables
 
 from hvdtrain.compat import unlike, uses_attribute
 
@@ -78,6 +79,33 @@ def when_initialized(variable: Any, then: Callable[[Any], None]) -> bool:
 
     variable._initialize = initialize_and_tell
     return True
+
+
+@contextmanager
+def on_their_devices() -> Iterator[None]:
+    """Initialize variables on the device of the code that creates them, where only shapes are inferred at first.
+
+    Assumes `register_uninitialized_variable` of keras.src.backend.common.variables and `Variable._deferred_initialize`.
+    """
+    register = variables.register_uninitialized_variable
+
+    def register_with_device(variable: Any) -> None:
+        register(variable)
+        initialize, device = variable._deferred_initialize, getattr(tf.no_op(), "device", "")
+
+        def initialize_there() -> None:
+            vars(variable).pop("_deferred_initialize")
+            with tf.device(device):
+                initialize()
+
+        if device:
+            variable._deferred_initialize = initialize_there
+
+    variables.register_uninitialized_variable = register_with_device
+    try:
+        yield
+    finally:
+        variables.register_uninitialized_variable = register
 
 
 MakeVariable = Callable[[Any, Callable[..., Any], Callable[..., tf.Variable]], tf.Variable]

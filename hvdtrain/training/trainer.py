@@ -298,6 +298,8 @@ class Trainer(FittingTrainer):
     ) -> float | list[Any] | dict[str, Any]:
         """Take one optimizer step on a batch, and return its loss and metrics as Keras does. Collective.
 
+        They are of this batch alone, as since Keras 3.15; Keras 3.14 adds up calls until `reset_metrics`.
+
         Args:
             x: inputs [samples, …] of the whole batch, on every rank; each trains on its part.
             y: targets.

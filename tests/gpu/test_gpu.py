@@ -41,7 +41,7 @@ def result_of(tmp_path_factory):
     yield result_of
     for case in (case for case, device in done if device == HERE):
         here, there = done[case, HERE], done.get((case, "cpu"), {}).get("losses", [None])[-1]
-        beside = f"{here['samples_per_second'] / done['float32', HERE]['samples_per_second']:.2f}"
+        beside = f"{here['samples_per_second'] / done.get(('float32', HERE), here)['samples_per_second']:.2f}"
         loss = "" if there is None else f"{there:.5f}"
         figures = [f"{here['losses'][-1]:.5f}", loss, f"{here['accuracy']:.4f}", f"{here['samples_per_second']:.0f}"]
         ROWS.append(" | ".join(["| " + case, *figures, beside + " |"]))

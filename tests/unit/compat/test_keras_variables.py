@@ -1,5 +1,7 @@
 """What hvdtrain takes for granted about Keras' variables and optimizers."""
 
+from unittest import mock
+
 import h5py
 import keras
 import numpy as np
@@ -38,6 +40,21 @@ def holds_a_tensor():
     assert isinstance(compat.tensor_of(mine), tf.Variable)
     assert compat.tensor_of(mine) is mine.value
     assert compat.tensor_of(compat.tensor_of(mine)) is mine.value
+
+
+@CONTRACTS.of(compat.on_their_devices)
+def is_initialized_where_it_was_created():
+    class There(keras.layers.Dense):
+        def build(self, shape):
+            with tf.device("CPU:0"):
+                super().build(shape)
+
+    layer, entered, device = There(2), [], tf.device
+    with compat.on_their_devices(), mock.patch.object(tf, "device", lambda name: entered.append(name) or device(name)):
+        keras.src.backend.compute_output_spec(layer, keras.KerasTensor((None, 3)))
+    assert entered.count("/device:CPU:0") == 2, "of kernel and bias, once shapes are known"
+    assert layer.kernel.shape == (3, 2)
+    assert "_deferred_initialize" not in vars(layer.kernel)
 
 
 @CONTRACTS.of(compat.autocast)
