@@ -70,8 +70,9 @@ def place(tmp_path):
 
 
 def losses(text: str) -> list[float]:
-    """Return the losses that were printed."""
-    return [float(word) for word in re.findall(r"\bloss:? (\d\S*)", text)]
+    """Return the losses that were printed, those of epochs if there are any."""
+    of_epochs = re.findall(r"^epoch.*?loss (\S+)", text, re.MULTILINE)
+    return [float(word) for word in of_epochs or re.findall(r"\bloss:? (\d\S*)", text)]
 
 
 @pytest.mark.parametrize("name", TRAINED)
