@@ -13,7 +13,8 @@ if gpus:
     tf.config.set_visible_devices(gpus[hvd.local_rank()], "GPU")
 
 images, labels = load_digits()
-dataset = tf.data.Dataset.from_tensor_slices((images, labels)).repeat().shuffle(2000).batch(64)
+dataset = tf.data.Dataset.from_tensor_slices((images, labels)).shard(hvd.size(), hvd.rank())
+dataset = dataset.repeat().shuffle(2000).batch(64)
 
 model = keras.Sequential(
     [
@@ -24,7 +25,8 @@ model = keras.Sequential(
     ]
 )
 optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.001 * hvd.size()))
-model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
+loss = "sparse_categorical_crossentropy"
+model.compile(optimizer, loss, metrics=["accuracy"], jit_compile=False)  # XLA has no operations of Horovod's
 
 callbacks = [
     hvd.callbacks.BroadcastGlobalVariablesCallback(0),

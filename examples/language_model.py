@@ -4,7 +4,6 @@
     horovodrun -np 4 python examples/language_model.py --tp 2 --pp 2 --text book.txt
 
 Shows the loss of the next character, 4.6 at first, 2.3 after two epochs. Every layout, and one rank, trains the same.
-`python -m hvdtrain checkpoint export` writes the whole model from a checkpoint of any layout.
 """
 
 import argparse
@@ -31,7 +30,7 @@ LENGTH, HEADS, BLOCKS = 64, 4, 4
 
 def build(words: int) -> keras.Model:
     tokens = keras.Input((LENGTH,), dtype="int32")
-    places = ops.cumsum(ops.ones_like(tokens), axis=1) - 1
+    places = ops.cumsum(ops.ones_like(tokens), axis=1) - 1  # 0, 1, 2 …, whatever part of a sequence a rank has
     x = layers.Embedding(words, args.width, name="words")(tokens)
     x = x + layers.Embedding(LENGTH, args.width, name="places")(places)
     for block in range(BLOCKS):
