@@ -1,4 +1,4 @@
-"""How a checkpoint appears: whole, under its own name, and before any older one goes."""
+"""Commit checkpoints: whole, under their own names, before any older one goes."""
 
 import contextlib
 import os

@@ -7,7 +7,7 @@ from hvdtrain.config.errors import ConfigError, opt
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn."""
+    """Sampling of the next token."""
 
     length: int = 200
     """Tokens to generate."""

@@ -113,7 +113,7 @@ class SparseRows:
 
     @property
     def compared(self) -> tf.SparseTensor:
-        """What a fingerprint is of."""
+        """Return the arrays that a fingerprint hashes."""
         return self.sparse
 
     def gather(self, numbers: tf.Tensor) -> tf.SparseTensor:
@@ -138,7 +138,7 @@ class FileRows:
 
     @property
     def compared(self) -> tf.Tensor:
-        """What a fingerprint is of: rows at equal distances."""
+        """Return the rows, at equal distances, that a fingerprint hashes."""
         return self.gather(tf.constant(np.linspace(0, self.shape[0] - 1, COMPARED_ROWS).astype(np.int64)))
 
     def gather(self, numbers: tf.Tensor) -> tf.Tensor:

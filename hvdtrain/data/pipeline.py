@@ -77,7 +77,7 @@ def steps_of_epoch(given: int | None, whole: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadOptions:
-    """How samples are read and transformed, independent of their order."""
+    """Options of reading and transforming samples, independent of their order."""
 
     augment: Augmentation | None = None
     finish: Callable[..., tuple[Any, ...]] | None = None

@@ -74,7 +74,7 @@ class TextInputs:
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """How raw data become inputs, and the names of the labels; of the three kinds at most one.
+    """Preparation of raw data, and the names of the labels; of the three kinds at most one.
 
     Without a kind, inputs are arrays that the model takes as they are.
     """

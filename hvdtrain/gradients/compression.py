@@ -44,7 +44,7 @@ _TOP_EXPONENT = 14
 
 
 class _Layout(NamedTuple):
-    """Where the exponent is in the bits of a float."""
+    """Position of the exponent in the bits of a float."""
 
     bits: tf.DType
     mantissa: int

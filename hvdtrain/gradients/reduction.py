@@ -25,7 +25,7 @@ Gradient: TypeAlias = Any
 
 @section
 class ReductionOptions(ExchangeConfig):
-    """How gradients travel: the options of the exchange, and groups of variables by name.
+    """Options of the exchange, and groups of variables by name.
 
     Of `compression`: other dtypes than float32 and float64, gathered rows, and what a single replica has, stay as they
     are. Compressed gradients that are in no group form one.

@@ -1,4 +1,4 @@
-"""What a run writes and reports: its files, its summary, its observers and their figures."""
+"""Files, summary and observers of a run."""
 
 import importlib.util
 import math

@@ -1,4 +1,4 @@
-"""What caused an error: another rank's failure, or the limit on open files; told without importing what raises it."""
+"""Find the cause of an error: another rank's failure, or the limit on open files."""
 
 import errno
 import re

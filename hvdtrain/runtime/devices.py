@@ -123,7 +123,7 @@ SYSFS = Path("/sys/devices/system")
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """Where a processor (a hardware thread) lies; the numbers order it among others."""
+    """Location of a processor (a hardware thread); the numbers order it among others."""
 
     node: int
     """NUMA node: the memory that it reaches fastest."""

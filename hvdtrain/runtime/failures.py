@@ -1,4 +1,4 @@
-"""How a failure ends the job: within seconds, and with the traceback of the rank that failed, shown once.
+"""End the job after a failure within seconds, and show the failed rank's traceback once.
 
 What follows from a failure is a `FailurePolicy`, which the link between the ranks holds. `FailFast` ends the job.
 """
@@ -41,7 +41,7 @@ Wording: TypeAlias = Callable[[str], str]
 
 
 class FailurePolicy(Protocol):
-    """What a rank does when it fails, and when others do."""
+    """Reaction of a rank to its own failure and to those of others."""
 
     def fail(self, control: ControlChannel, environment: Environment, error: BaseException) -> int:
         """Act on this rank's own ``error``; where it returns, the process is to leave with the exit code returned."""
@@ -60,7 +60,7 @@ class FailurePolicy(Protocol):
 
 @dataclass(frozen=True)
 class Grace:
-    """How long, in seconds, a rank waits for others before it ends the job or itself."""
+    """Seconds that a rank waits for others before it ends the job or itself."""
 
     cause: float = 10.0
     """A rank that was cut off waits for the report of the cause: the rank that fails may have things to clean up."""

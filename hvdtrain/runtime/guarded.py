@@ -1,4 +1,4 @@
-"""What keeps an op of Horovod's what it is within a compiled function.
+"""Keep Horovod's ops unchanged within a compiled function.
 
 Horovod's data ops carry no state, so TensorFlow takes two with equal inputs for one, and one with a constant input for
 a constant: its first result is kept, and the op never runs again. Where the input is constant on one rank only, the

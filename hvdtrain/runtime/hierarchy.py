@@ -27,7 +27,7 @@ class HostGrid:
 
     @property
     def bridges(self) -> int:
-        """How many ranks of each host exchange with other hosts: its first ones."""
+        """Number of ranks of each host that exchange with other hosts: its first ones."""
         return min(map(len, self.hosts))
 
     @property

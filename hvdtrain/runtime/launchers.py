@@ -1,4 +1,4 @@
-"""Who started this process, and which of how many it is: known before TensorFlow, Horovod or MPI loads.
+"""Detect launcher, rank and size before TensorFlow, Horovod or MPI loads.
 
 A launcher that gives each rank its place in variables of its own is a row of `_BY_VARIABLES`; others have a function.
 `_LAUNCHERS` is the order in which they are asked. May import `config` only.

@@ -1,4 +1,4 @@
-"""What connects a rank to the others before TensorFlow is there: channel, watchdog, and what follows from failures."""
+"""Connect a rank to the others before TensorFlow loads: channel, watchdog, reaction to failures."""
 
 import contextlib
 import os
@@ -126,7 +126,7 @@ INTERRUPTED = "interrupted"
 
 @dataclass
 class Link:
-    """What connects a rank to the others before TensorFlow is there."""
+    """Connection of a rank to the others before TensorFlow loads."""
 
     environment: Environment
     control: ControlChannel

@@ -1,4 +1,4 @@
-"""Where each rank stands on the axes of the job: pure NumPy, testable without Horovod."""
+"""Place ranks on the axes of the job, in pure NumPy."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

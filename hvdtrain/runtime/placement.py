@@ -1,4 +1,4 @@
-"""Which slice of a variable this rank holds, where ranks have split a model among them."""
+"""Record the slice of each variable that this rank holds of a sharded model."""
 
 import itertools
 from collections.abc import Iterable, Iterator

@@ -55,7 +55,7 @@ _FAREWELL_S = 10.0
 
 @dataclass(frozen=True)
 class Settings:
-    """Where and how the ranks of this job meet."""
+    """Settings of the ranks' rendezvous."""
 
     secret: bytes
     job_id: str

@@ -1,4 +1,4 @@
-"""What a run's result may depend on: versions, machine and settings, as JSON and as text for a bug report."""
+"""Report versions, machine and settings, as JSON and as text for a bug report."""
 
 import os
 import platform

@@ -59,7 +59,7 @@ class Session:
 
     @property
     def environment(self) -> Environment:
-        """Who started this process, and where it stands."""
+        """Launcher and place of this process."""
         return self.link.environment
 
     @property

@@ -37,7 +37,7 @@ _SURE = 5.0
 
 @dataclass
 class RankTimes:
-    """Where the time of one rank went."""
+    """Time of one rank by cause."""
 
     host: str
     blocks: list[Block] = field(default_factory=list)

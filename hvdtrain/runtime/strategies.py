@@ -115,7 +115,7 @@ class Roles:
 
     @property
     def tasks(self) -> list[Task]:
-        """What each rank is, in the order of ranks."""
+        """Role of each rank, in the order of ranks."""
         numbers = {CHIEF: 1, WORKER: self.workers, SERVER: self.servers}
         return [(kind, index) for kind, count in numbers.items() for index in range(count)]
 

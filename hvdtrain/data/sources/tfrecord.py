@@ -65,7 +65,7 @@ class Feature:
 
     @property
     def parser(self) -> tf.io.FixedLenFeature:
-        """How TensorFlow parses it."""
+        """The parsing spec of TensorFlow."""
         if self.kind in ("image", "bytes"):
             return tf.io.FixedLenFeature([], tf.string)
         return tf.io.FixedLenFeature(list(self.dims), tf.as_dtype(self.kind))

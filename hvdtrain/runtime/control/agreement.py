@@ -1,4 +1,4 @@
-"""What all ranks must have in common, found out over the control channel: versions, settings, success."""
+"""Verify over the control channel that ranks agree on versions, settings and success."""
 
 import contextlib
 import json

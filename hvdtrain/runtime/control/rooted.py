@@ -75,7 +75,7 @@ class Transport(Protocol):
 
 @dataclass(frozen=True)
 class _Answer:
-    """What rank 0 tells the others about one exchange."""
+    """Answer of rank 0 to one exchange."""
 
     state: Literal["waiting", "done", "failed"]
     text: str = ""

@@ -30,7 +30,7 @@ Status = Literal["ok", "warning", "failed"]
 
 @dataclass(frozen=True)
 class Check:
-    """What was looked at, what was found, and what mends it."""
+    """Check of `doctor`: subject, finding and remedy."""
 
     name: str
     status: Status
@@ -64,7 +64,7 @@ CGROUP_MEMBERSHIP = Path("/proc/self/cgroup")
 
 @dataclass(frozen=True)
 class Machine:
-    """What this process may use of its machine."""
+    """Resources that this process may use of its machine."""
 
     system: str
     """Name of the operating system."""
@@ -223,7 +223,7 @@ def check_key(path: Path | None = None) -> Check:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended."""
+    """Outcome of a command."""
 
     returncode: int | None
     """None where it took too long and was killed."""

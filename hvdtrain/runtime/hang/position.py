@@ -1,4 +1,4 @@
-"""Where a thread stands, read from its Python stack: in a collective, in a read of data, in the user's own code."""
+"""Locate a thread by its Python stack: in a collective, a read of data or the user's code."""
 
 import contextlib
 import faulthandler
@@ -54,7 +54,7 @@ _MOST_NAMED = 6
 
 @dataclass(frozen=True)
 class Position:
-    """Where a thread stands."""
+    """Position of a thread."""
 
     state: State
     anchor: FrameType | None

@@ -1,4 +1,4 @@
-"""Whether this rank goes on, and since when it does not."""
+"""Progress of this rank, and the time since the last."""
 
 import json
 import time
@@ -22,7 +22,7 @@ _WAITING: tuple[State, ...] = ("collective", "exchange", "leaving")
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank posts of itself."""
+    """Posted state of a rank."""
 
     state: State = "code"
     phase: Phase = ""

@@ -144,7 +144,7 @@ _MOVES = 2**16
 
 @dataclass(frozen=True)
 class Signs:
-    """What was seen since the look before."""
+    """Observations since the last look."""
 
     computes: bool = False
     """Whether the main thread or TensorFlow's did."""
@@ -156,7 +156,7 @@ class Signs:
 
 @dataclass(frozen=True)
 class _Work:
-    """What this process has done since it began: seconds of computing by kind of thread, and bytes."""
+    """Work of this process since it began: seconds by kind of thread, and bytes."""
 
     time: float
     own: float

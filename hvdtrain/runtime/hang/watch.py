@@ -40,7 +40,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What holds up a job in which some ranks wait."""
+    """Cause that holds up a job in which some ranks wait."""
 
     waiting: Sequence[int]
     """Ranks that wait for others, and have made no progress within the hang timeout."""
@@ -208,7 +208,7 @@ _MOST_TURNS = 4
 
 
 class Rhythm:
-    """How often, in seconds, a rank posts, and when another one counts as silent; from the hang timeout."""
+    """Intervals in seconds of posts and of silence, from the hang timeout."""
 
     def __init__(self, timeout: float, size: int, rank: int) -> None:
         self.timeout = timeout

@@ -32,7 +32,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Exchange:
-    """What Horovod did with a tensor for a while."""
+    """Activity of Horovod on a tensor."""
 
     tensor: str
     name: str

@@ -1,4 +1,4 @@
-"""What one rank records for the trace of the job."""
+"""Record one rank's part of the trace of the job."""
 
 import contextlib
 import json
@@ -30,7 +30,7 @@ ROUNDS = 8
 
 @dataclass(frozen=True)
 class Offset:
-    """What is added to a rank's clock to get that of rank 0."""
+    """Offset from a rank's clock to that of rank 0."""
 
     microseconds: float = 0.0
     uncertainty: float = 0.0

@@ -110,7 +110,7 @@ Hook = Callable[[StepEnd], Outcome | None]
 
 @dataclass(frozen=True)
 class Plan:
-    """When the loop stops, logs and saves, in optimizer steps."""
+    """Plan of the loop: when it stops, logs and saves, in optimizer steps."""
 
     total_steps: int
     _: KW_ONLY

@@ -221,7 +221,7 @@ def _loss(model: Any, replicas: Collectives, targets: Any, outputs: Any, share: 
 
 
 class _Counted(NamedTuple):
-    """What a metric has counted after the outputs of some samples."""
+    """State of a metric after the outputs of some samples."""
 
     state: list[np.ndarray]
     call: _Call

@@ -1,4 +1,4 @@
-"""What passes, update rules and the loop share: gradients, parameters of a pass, results of a step."""
+"""Types shared by passes, update rules and the loop: gradients, parameters, results."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Which numbers of a step are means over its samples, and which are sums."""
+"""Tell numbers of a step that are means over its samples from sums."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager

@@ -1,4 +1,4 @@
-"""What a replica's losses are divided by, so that Keras' own value on each replica adds up to that of all samples.
+"""Divide a replica's losses so that Keras' values of all replicas add up.
 
 A replica's gradients weigh its samples over all samples of the step. That is right for a loss that is a mean over
 samples. One that is divided by something else, such as a mask, is `loss x own divisor / global divisor` on each
