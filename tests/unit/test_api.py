@@ -110,6 +110,7 @@ def test_init_refuses_bad_options_and_leaves_no_session(options, cause):
     assert not has_session()
 
 
+@pytest.mark.extended
 def test_a_process_leaves_its_job_once():
     code = (
         "import hvdtrain; hvdtrain.init(backend='single'); hvdtrain.shutdown(); hvdtrain.shutdown()\n"

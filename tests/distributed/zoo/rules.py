@@ -57,7 +57,7 @@ OPTIMIZERS: Mapping[str, Callable[[], Any]] = {
     "ScheduleFreeAdamW": lambda: optimizers.ScheduleFreeAdamW(0.02, warmup_steps=2, weight_decay=0.01),
 }
 NO_OPTIMIZER = ("Optimizer",)
-WHOLE, OWN_CLIPPING = "zero updates slices of variables", "would see slices under zero: use clip_norm"
+WHOLE, OWN_CLIPPING = "looks at whole variables", "clip_norm in place of its own clipping"
 UNDER_ZERO: Mapping[str, str] = {
     **dict.fromkeys(("Adafactor", "Lamb", "MultiOptimizer", "Muon", "ScheduleFreeAdamW"), WHOLE),
     **dict.fromkeys(("Adagrad", "Adam"), OWN_CLIPPING),

@@ -171,6 +171,7 @@ def test_a_file_system_without_locks_locks_nobody_out(tmp_path, monkeypatch):
     assert not list(tmp_path.glob(".step*"))
 
 
+@pytest.mark.extended
 def test_what_a_killed_writer_leaves_is_cleared_away(tmp_path):
     command = [sys.executable, "-c", WRITER, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:

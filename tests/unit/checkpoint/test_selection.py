@@ -103,6 +103,7 @@ def train(trainer, folder, epochs, best, every=None):
     return {record.step: record.loss for record in result.evaluations}
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("session")
 def test_the_best_epoch_is_saved_although_it_is_not_due_and_stays_over_a_resume(tmp_path):
     first = trainer_of(0.3)

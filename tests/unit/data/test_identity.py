@@ -84,6 +84,7 @@ def index_of(folder):
     return max(folder.checkpoints.glob("step-*")) / "index.json"
 
 
+@pytest.mark.extended
 def test_a_run_goes_on_with_the_samples_that_it_began_with(session, begun, tmp_path):
     saved = json.loads(index_of(begun).read_text())["scalars"]["data"]
     assert (saved["training"]["samples"], saved["validation"]["samples"]) == (36, 4)

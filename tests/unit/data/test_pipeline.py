@@ -18,6 +18,7 @@ from hvdtrain.data.registry import load_splits
 from hvdtrain.data.streams.dataset_batches import DatasetTraining
 from hvdtrain.data.streams.python_batches import Cut
 from hvdtrain.training.inputs import training_data, validation_batches
+from tests.extended import mostly_extended
 from tests.unit.gathering import on_ranks
 
 SIZES = range(1, 6)
@@ -67,7 +68,7 @@ def test_the_order_differs_by_epoch_and_by_seed():
     assert tuple(range(50)) not in orders
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", mostly_extended(SIZES, lambda size: size == SIZES[-1], why="it is the most uneven"))
 def test_the_replicas_together_hold_the_global_batch_at_any_size(size):
     batch, count, steps = 60, 133, 5  # a tail of 13 samples; two epochs nearly
     alone = taken(array_training(count, batch, seed=9), steps)

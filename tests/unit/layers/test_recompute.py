@@ -194,6 +194,7 @@ class Own(layers.Layer):
         return x + y
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_losses_that_layers_add_count_once_with_their_gradients(compiled):
     results = []

@@ -219,6 +219,7 @@ def test_tasks_of_one_node_meet_at_the_loopback_interface(ended):
     assert detect_environment(environs[1]).launcher == "srun"
 
 
+@pytest.mark.extended
 def test_a_port_that_is_taken_is_passed_over(ended):
     """By a job with another secret, and by a program that says nothing."""
     ports = settings().ports

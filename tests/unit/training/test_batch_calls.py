@@ -19,7 +19,14 @@ def compiled():
     return model
 
 
-@pytest.mark.parametrize("weights", [{}, {"sample_weight": np.arange(10.0)}, {"class_weight": {0: 1.0, 1: 3.0}}])
+@pytest.mark.parametrize(
+    "weights",
+    [
+        pytest.param({}, marks=pytest.mark.extended),
+        pytest.param({"sample_weight": np.arange(10.0)}, marks=pytest.mark.extended),
+        {"class_weight": {0: 1.0, 1: 3.0}},
+    ],
+)
 def test_batches_by_themselves_are_those_of_keras(weights):
     theirs, ours = compiled(), compiled()
     trainer = hvdtrain.Trainer(ours)

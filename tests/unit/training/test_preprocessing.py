@@ -35,6 +35,7 @@ def letters():
     return OfTexts().preprocess_samples(TEXTS)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "validation",
     mostly_extended(

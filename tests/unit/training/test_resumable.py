@@ -79,6 +79,7 @@ def test_a_training_of_an_unbuilt_model_that_is_resumed_ends_as_one_at_a_stretch
     assert result.history["val_accuracy"] == expected.history["val_accuracy"]
 
 
+@pytest.mark.extended
 def test_without_a_checkpoint_resume_begins_at_the_start(tmp_path):
     trainer, plain = trainer_of(), trainer_of()
     assert trainer.resume(tmp_path / "none yet") is None

@@ -121,7 +121,13 @@ class Subclassed(keras.Model):
 
 @pytest.mark.parametrize(
     "model",
-    [dense, dense(), keras.Sequential([keras.layers.Dense(3)]), Subclassed, Subclassed()],
+    [
+        dense,
+        pytest.param(dense(), marks=pytest.mark.extended),
+        pytest.param(keras.Sequential([keras.layers.Dense(3)]), marks=pytest.mark.extended),
+        pytest.param(Subclassed, marks=pytest.mark.extended),
+        Subclassed(),
+    ],
     ids=["builder", "instance", "unbuilt instance", "class", "subclassed instance"],
 )
 def test_a_model_may_be_built_or_not(model):

@@ -119,6 +119,7 @@ def test_a_file_that_cannot_be_read_is_named_and_left_alone(tmp_path, capsys, wh
     assert (tmp_path / "b.py").read_bytes() == CHANGED  # the others are not held up by it
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "text",
     [

@@ -166,6 +166,7 @@ def fails(line, names):
     return False
 
 
+@pytest.mark.extended
 def test_what_fails_on_keras_3_is_said(tmp_path, monkeypatch, names):
     monkeypatch.chdir(tmp_path)
     assert [line for line in FAILING if len(advice(tmp_path, line)) != 1] == []

@@ -84,6 +84,7 @@ def test_without_a_network_the_message_names_the_file(monkeypatch, tmp_path, nam
     assert said.replace("HOME", str(tmp_path / "keras")) in str(raised.value)
 
 
+@pytest.mark.extended
 def test_files_that_were_put_into_the_cache_are_read(tmp_path):
     folder = tmp_path / "keras/datasets/fashion-mnist"
     folder.mkdir(parents=True)

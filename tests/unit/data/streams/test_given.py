@@ -180,6 +180,7 @@ def test_data_of_different_kinds_are_refused():
     assert said.startswith("The training data of rank 1 are arrays, and those of rank 0 a Dataset.")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("of", [lambda n: (X[:n], Y[:n]), dataset, uncounted, Batches, generator])
 def test_validation_data_of_different_lengths_are_refused(of):
     assert evaluate_on(of(48), of(48)) == [12, 12]

@@ -84,6 +84,7 @@ def test_callbacks_and_metrics_go_on_within_an_epoch(tmp_path):
     assert resumed.history["loss"][0] == pytest.approx(expected.history["loss"][0])
 
 
+@pytest.mark.extended
 def test_a_callback_of_a_users_own_may_keep_what_it_likes(tmp_path):
     class Keeping(keras.callbacks.Callback):
         def __init__(self):

@@ -297,6 +297,7 @@ def test_metrics_count_over_an_epoch_as_in_keras():
         np.testing.assert_allclose(result.history[name], values, rtol=1e-5)
 
 
+@pytest.mark.extended
 def test_an_epoch_that_is_resumed_reports_all_of_it():
     def steps(model):
         trainer = Trainer(model)
@@ -396,6 +397,7 @@ def evaluated(*, broken):
     return Trainer(model)
 
 
+@pytest.mark.extended
 def test_the_error_of_a_train_step_is_shown_where_a_checkpoint_needs_its_optimizers(tmp_path):
     trained = evaluated(broken=False)
     trained.fit(X, batch=8, verbose=0)
@@ -410,6 +412,7 @@ def test_the_error_of_a_train_step_is_shown_where_a_checkpoint_needs_its_optimiz
     ]
 
 
+@pytest.mark.extended
 def test_what_evaluates_a_checkpoint_loads_its_optimizers_too(tmp_path):
     trained = evaluated(broken=False)
     trained.fit(X, batch=8, verbose=0)

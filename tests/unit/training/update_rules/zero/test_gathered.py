@@ -273,6 +273,7 @@ def test_whole_weights_are_out_of_reach_after_an_error(tmp_path):
     trainer.model.save(tmp_path / "model.keras")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("stage", [1, 2])
 def test_copies_of_slices_are_given_back_after_each_update(stage):
     trainer = trainer_of(dense, zero=stage)
