@@ -151,7 +151,7 @@ class Observer:
 
     @property
     def output(self) -> str:
-        """Its output in words, for warnings."""
+        """The output in words, for warnings."""
         return type(self).__name__
 
     def on_start(self, info: RunInfo) -> None:

@@ -124,7 +124,7 @@ class Script:
 
     @cached_property
     def code(self) -> Code:
-        """Its concrete syntax, which takes ten times as long to read as the abstract one."""
+        """The concrete syntax, which takes ten times as long to read as the abstract one."""
         try:
             return Code(self.source.code)
         except cst.ParserSyntaxError as error:
