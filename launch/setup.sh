@@ -144,7 +144,8 @@ install_packages() {
     if is_installed tensorflow; then how_long="mostly there already"; fi
     step "installing TensorFlow and the other packages ($how_long)" "a package can't be installed" packages.log \
         pip_install --no-deps --only-binary :all: "${files[@]}"
-    run_logged hvdtrain.log pip_install --no-deps --no-build-isolation -e "$ROOT" ||
+    # By a line in a .pth file: beside a clone called hvdtrain, Python would take its folder for the package otherwise.
+    run_logged hvdtrain.log pip_install --no-deps --no-build-isolation --config-settings editable_mode=compat -e "$ROOT" ||
         die "hvdtrain can't be installed (the whole output: $LOGS/hvdtrain.log)"
 }
 

@@ -85,7 +85,7 @@ on_python_3_13() {
         skip "python3.13 is not installed, and the unit tests did not run on it"
     elif "$python" -m venv "$venv" && "$venv/bin/pip" install --quiet --no-deps --only-binary :all: \
         -r launch/requirements.txt -r launch/requirements-test.txt &&
-        "$venv/bin/pip" install --quiet --no-deps --no-build-isolation -e . &&
+        "$venv/bin/pip" install --quiet --no-deps --no-build-isolation --config-settings editable_mode=compat -e . &&
         PATH="$PWD/$venv/bin:$PATH" python -m hvdtrain setup; then
         PATH="$PWD/$venv/bin:$PATH" tests "unit tests on Python 3.13" -n 2 tests/unit
     else

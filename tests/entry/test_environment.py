@@ -45,6 +45,12 @@ def test_mpi_and_horovod_start_without_a_launcher(unactivated):
     assert (job.code, job.out) == (0, "1 1\n"), job.text
 
 
+def test_the_command_runs_in_the_folder_that_holds_the_clone(unactivated, tmp_path):
+    (tmp_path / "hvdtrain").mkdir()
+    job = unactivated(sys.executable, "-m", "hvdtrain", "--version")
+    assert job.code == 0, job.text
+
+
 @pytest.mark.extended
 def test_ranks_over_gloo_may_use_mpi_each_alone(unactivated):
     code = (
