@@ -5,15 +5,18 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
+from hvdtrain.compat.keras import flatten_layers
 from hvdtrain.config.errors import opt
 from hvdtrain.config.options import notes as notes_on
 from hvdtrain.config.training import CompressionName
 from hvdtrain.gradients.reduction import GradientReducer, ReductionOptions
 from hvdtrain.observability.events import Observer, RunInfo
 from hvdtrain.observability.wording import plural
+from hvdtrain.optim.averaging import innermost
 from hvdtrain.parallel.pipeline.schedule import ideal_bubble
 from hvdtrain.parallel.pipeline.stage import PipelineStage
 from hvdtrain.state.train_state import TrainState
@@ -111,6 +114,7 @@ class Announcer:
         observers.on_start(info)
         lines = advice(info, self._options, compression_cost=self._compression_cost, narrow_outputs=narrow_outputs)
         lines += notes_on(self._options, facts=job_facts(self._backend))
+        lines += repeated_rows(state.model, state.optimizer)
         if isinstance(state.model, PipelineStage):
             lines += pipeline_notes(state.model, self._options)
         for line in [*self._notes, *notes, *self._backend.remarks, *lines]:
@@ -127,6 +131,24 @@ def advice(info: RunInfo, options: StepOptions, *, compression_cost: float, narr
             "rounded before the loss, which is computed in 32."
         )
     return [line for line in lines if line is not None]
+
+
+def repeated_rows(model: Any, optimizer: Any) -> list[str]:
+    """Return the line on tables whose weights depend on how often a batch names a row, in Keras but not here.
+
+    Keras squares each occurrence of a row by itself for the second moment. Here, as in Keras 2, the gradient of a row
+    is the sum over its occurrences, on every rank.
+    """
+    if isinstance(innermost(optimizer), keras.optimizers.SGD | keras.optimizers.Lion):
+        return []
+    tables = [layer for layer in flatten_layers(model) if isinstance(layer, keras.layers.Embedding)]
+    names = [table.name for table in tables if table.trainable_weights and not getattr(table, "tie_weights", False)]
+    if not names:
+        return []
+    return [
+        f"note: the gradients of a row that a batch names several times ({', '.join(dict.fromkeys(names))}) are added "
+        f"before {type(innermost(optimizer)).__name__} squares them; Keras squares each: docs/keras_support.md."
+    ]
 
 
 def _tiny(info: RunInfo) -> str | None:

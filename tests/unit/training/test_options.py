@@ -699,6 +699,17 @@ def test_the_start_of_a_fit_tells_rate_and_options(capsys):
     assert "batch       16 samples, learning rate 0.125\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "trained", "said"), [("adam", True, True), ("adam", False, False), ("sgd", True, False)]
+)
+def test_rows_that_keras_squares_one_by_one_are_named(optimizer, trained, said, capsys):
+    table = keras.layers.Embedding(4, 2, name="words", trainable=trained)
+    model = keras.Sequential([keras.Input((3,), dtype="int32"), table, keras.layers.Flatten(), keras.layers.Dense(1)])
+    Trainer(model, optimizer, "mse").fit((np.ones([16, 3], "int32"), np.ones([16, 1], "float32")), batch=16)
+    line = "note: the gradients of a row that a batch names several times (words) are added before Adam squares them"
+    assert (line in " ".join(capsys.readouterr().out.split())) is said
+
+
 def test_targets_that_do_not_fit_are_refused():
     with pytest.raises(DataError, match="reach 4, the model has 4 outputs"):
         trainer().fit((X, Y + 1), batch=16, verbose=False)
