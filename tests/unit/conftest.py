@@ -31,6 +31,18 @@ def _no_caching_device() -> Iterator[None]:
         tensorflow.compat.v1.get_variable_scope()._caching_device = None
 
 
+@pytest.fixture(autouse=True)
+def _without_grappler() -> None:
+    """Leave TensorFlow's graph optimizer off, which takes a tenth of the time, as the battery does.
+
+    Tests that it could change turn it on by `tests.distributed.world.grappler`.
+    """
+    if tensorflow := sys.modules.get("tensorflow"):
+        options = tensorflow.config.optimizer
+        if not options.get_experimental_options().get("disable_meta_optimizer"):
+            options.set_experimental_options({"disable_meta_optimizer": True})
+
+
 @pytest.fixture(scope="session")
 def session() -> Iterator[Session]:
     """What `hvdtrain.init()` makes of a process that is alone; everything else it changes is put back."""

@@ -11,6 +11,7 @@ from tensorflow.python.ops import gen_dataset_ops
 
 from hvdtrain.compat import tensorflow as compat
 from hvdtrain.config.errors import CompatibilityError
+from tests.distributed.world import grappler
 from tests.unit.compat.contracts import Contracts
 
 CONTRACTS = Contracts(compat, "tensorflow")
@@ -21,6 +22,7 @@ def numbers():
 
 
 @CONTRACTS.of(compat.mark_stateful)
+@grappler()
 def keeps_marked_ops():
     """Two equal ops of constants are one constant once Grappler is through; marked ones stay two."""
 

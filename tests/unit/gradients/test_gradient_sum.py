@@ -7,6 +7,7 @@ import tensorflow as tf
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.gradients.gradient_sum import GradientSum
 from hvdtrain.state.variables import fill_memory, free_memory
+from tests.distributed.world import grappler
 
 SHAPES = ((4, 4), (6, 6), (16,), ())
 
@@ -22,6 +23,7 @@ def flat(tensor):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@grappler()
 def test_sums_of_a_loop_are_read_and_given_back(dtype):
     trained = variables(dtype)
     sums = GradientSum(trained, give_back=True)
@@ -73,6 +75,7 @@ def test_without_a_microbatch_there_is_nothing_to_read():
         GradientSum(variables()).read()
 
 
+@grappler()
 def test_variables_that_are_freed_in_one_graph_keep_their_shapes_apart():
     """Grappler must not learn from what frees them that all have one shape, and drop reshapes of what was read."""
     held = variables()

@@ -13,6 +13,7 @@ from hvdtrain.training.step.finite import zero_if_finite
 from hvdtrain.training.step.forward_backward import ForwardBackward
 from hvdtrain.training.step.logs import StepLogs
 from hvdtrain.training.step.placeholder import counted
+from tests.distributed.world import grappler
 from tests.extended import mostly_extended
 
 
@@ -114,6 +115,7 @@ def test_synchronized_statistics_hand_on_no_gradient_of_a_placeholder(has_sample
 
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
+@grappler()
 def test_no_optimizer_of_graphs_takes_zero_times_a_sum_for_zero(jit, bad):
     """Grappler and XLA see the whole of it: a variable, an argument, and a constant factor."""
     weights = tf.Variable(tf.ones([4, 3]))
