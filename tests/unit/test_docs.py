@@ -40,6 +40,16 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors_of(str(goal.relative_to(ROOT))), target
 
 
+def test_the_description_has_no_link_that_a_package_index_would_break():
+    text = text_of("DESCRIPTION.md")
+    assert [target for target in LINK.findall(text) if not target.startswith("https:")] == []
+    assert all(
+        each in text_of("README.md")
+        for block in re.findall(r"```diff\n(.*?)```", text, re.S)
+        for each in block.splitlines()
+    )
+
+
 def test_every_page_is_linked_from_the_readme():
     linked = {target.partition("#")[0] for target in LINK.findall(prose_of("README.md"))}
     assert [page for page in PAGES if page != "README.md" and page not in linked] == []
