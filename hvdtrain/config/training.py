@@ -204,7 +204,7 @@ class BadStepConfig:
     estimated from the median absolute deviation; None: never.
     """
     max_bad_steps: int = option(MAX_BAD_STEPS, "[1, inf)", NOT_ON_STRATEGIES, applies_to("on_bad_step=skip|rollback"))
-    """Raise after this many consecutive bad steps (skip) or rollbacks (rollback)."""
+    """Raise after more consecutive bad steps than this (skip), or more rollbacks in all (rollback)."""
 
     @property
     def guarded(self) -> bool:
