@@ -29,12 +29,13 @@ def restore(path: Path, tensors: Mapping[str, NamedTensor], ranks: Backend) -> d
 
     Args:
         path: the checkpoint's folder, as the primary sees it.
-        tensors: the state, by path.
+        tensors: the state, by path; optional ones are left to `extras`.
         ranks: those that hold it.
 
     Raises:
         CheckpointError: it is damaged, or was written for another model or optimizer; the paths are named.
     """
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(OPTIONAL)}
     readers: list[SliceReader] = []
     """One on the primary."""
 

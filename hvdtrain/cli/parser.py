@@ -397,7 +397,7 @@ def overview(config: Config, files: Any, name: str | None) -> str:
     ]
     for group, options in groups.items():
         names = " ".join(option.flag.removeprefix("--") for option in options)
-        lines += wrapped(names, f"  {group:<13} ", " " * 6)
+        lines += wrapped(names, f"{group:<13} ", " " * 4)
     return "\n".join(lines)
 
 

@@ -73,6 +73,8 @@ class ClippingConfig:
 
 
 ZeroStage = Literal[0, 1, 2, 3]
+OuterName = Literal["average", "slowmo", "diloco"]
+WHOLE = excludes("tp", why="each rank holds slices of weights")
 
 
 @section
@@ -119,8 +121,22 @@ class UpdateConfig:
         excludes("elastic", why="every rank must hold all of the state"),
     )
     """Local SGD: average the weights every N local optimizer steps; None: reduce gradients every step."""
+    local_after: int = option(0, "[0, inf)", BETWEEN_REPLICAS, NOT_ON_STRATEGIES, applies_to("local_steps"), WHOLE)
+    """With --local-steps: reduce gradients in the first N steps (post-local SGD)."""
     average_slots: bool = option(False, BETWEEN_REPLICAS, NOT_ON_STRATEGIES, applies_to("local_steps"))
     """With --local-steps: average the optimizer state along with the weights."""
+    outer_optimizer: OuterName = option(
+        "average", BETWEEN_REPLICAS, NOT_ON_STRATEGIES, applies_to("local_steps"), WHOLE
+    )
+    """With --local-steps: how weights follow their average: set to it, or moved towards it with momentum."""
+    outer_learning_rate: float | None = option(
+        None, "(0, inf)", BETWEEN_REPLICAS, NOT_ON_STRATEGIES, applies_to("outer_optimizer=slowmo|diloco")
+    )
+    """Learning rate of the outer optimizer; None: 1 for slowmo, 0.7 for diloco."""
+    outer_momentum: float | None = option(
+        None, "[0, 1)", BETWEEN_REPLICAS, NOT_ON_STRATEGIES, applies_to("outer_optimizer=slowmo|diloco")
+    )
+    """Momentum of the outer optimizer; None: 0.7 for slowmo, 0.9 for diloco."""
 
 
 ReduceOpName = Literal["average", "sum", "adasum"]

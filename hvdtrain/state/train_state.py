@@ -40,7 +40,10 @@ EXTRA = "callbacks/"
 """Path prefix of weights that callbacks hold, in a checkpoint."""
 LAYERS = "layers/"
 """Path prefix of what layers hold beside their variables, in a checkpoint."""
-OPTIONAL = (EXTRA, LAYERS)
+RULE = "rule/"
+"""Path prefix of what an update rule holds beside the optimizer's state."""
+OPTIONAL = (EXTRA, LAYERS, RULE)
+"""What a checkpoint need not have."""
 _MASK = 0xFFFFFFFF
 """32 bits of a seed generator's key and counter."""
 _SPREAD = 0x9E3779B1

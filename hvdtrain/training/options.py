@@ -17,6 +17,7 @@ from hvdtrain.config.training import (
     CompressionName,
     DesyncConfig,
     ExchangeConfig,
+    OuterName,
     PrecisionName,
     ReduceOpName,
     SparseName,
@@ -77,7 +78,11 @@ class TrainerOptions(TypedDict, total=False):
     zero: ZeroStage
     zero_prefetch: int
     local_steps: int | None
+    local_after: int
     average_slots: bool
+    outer_optimizer: OuterName
+    outer_learning_rate: float | None
+    outer_momentum: float | None
     pipeline_schedule: ScheduleName
     virtual_stages: int
     pipeline_stages: tuple[str, ...]

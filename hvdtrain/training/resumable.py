@@ -29,7 +29,7 @@ from hvdtrain.observability.wording import plural
 from hvdtrain.runtime.logs import LOGGER
 from hvdtrain.runtime.session import current
 from hvdtrain.state.scalars import Scalars
-from hvdtrain.state.train_state import EXTRA, LAYERS
+from hvdtrain.state.train_state import EXTRA, LAYERS, RULE
 from hvdtrain.training.agreement import agree_on_call, check_same_data, described
 from hvdtrain.training.core import TrainerCore
 from hvdtrain.training.loop.loop import Plan
@@ -212,6 +212,7 @@ class ResumableTrainer(TrainerCore):
         state.restore(scalars)
         state.held_weights = extras(path, self.backend, EXTRA)
         state.restore_layers(extras(path, self.backend, LAYERS))
+        self.rule.load_extras(extras(path, self.backend, RULE))
         self.rule.on_state_loaded()
         if not self._resuming:
             self.rule.finalize()

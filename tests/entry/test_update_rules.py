@@ -7,6 +7,7 @@ import pytest
 from tests.launching import hvdtrain, summary_of, use_all
 
 pytestmark = [pytest.mark.extended, pytest.mark.xdist_group("update_rules")]
+SLOWMO = ["--outer-optimizer", "slowmo", "--outer-momentum", "0.5"]
 DIGITS = ["digits", "--epochs", "2", "--run-dir"]
 
 
@@ -35,9 +36,11 @@ def test_a_run_with_slices_says_so_and_is_the_plain_run(sharded, run, options, s
 
 
 def test_local_steps_end_with_one_model_on_all_ranks(tmp_path):
-    hvdtrain("gloo", 2, *DIGITS, "run", "--local-steps", "4", "--average-slots", cwd=tmp_path)
+    hvdtrain("gloo", 2, *DIGITS, "run", "--local-steps", "4", "--average-slots", *SLOWMO, cwd=tmp_path)
     summary = summary_of(tmp_path / "run")
-    assert summary["options"] == {"local_steps": 4, "average_slots": True}
+    assert summary["options"] == {
+        "local_steps": 4, "average_slots": True, "outer_optimizer": "slowmo", "outer_momentum": 0.5
+    }  # fmt: skip
     assert summary["val_accuracy"] > 0.85  # the ranks' hashes were compared before it was written
     hvdtrain("none", 1, "evaluate", "run", cwd=tmp_path)
     evaluated = json.loads((tmp_path / "run" / "evaluation.json").read_text())

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
@@ -91,6 +92,9 @@ class UpdateRule:
 
     def sync_from_model(self) -> None:
         """Copy weights that user code changed into the rule's own copies."""
+
+    def load_extras(self, tensors: Mapping[str, np.ndarray]) -> None:
+        """Load what a checkpoint has below `RULE`: nothing if another rule has written it."""
 
     def on_state_loaded(self) -> None:
         """Called after the state was restored or broadcast."""

@@ -4,9 +4,12 @@ Stich 2019 (arXiv:1805.09767). There is no communication between two averages. A
 trained on since the last average, so that one local step of plain SGD equals a step of data parallelism: sum(W_i (w -
 lr g_i)) / sum(W_i) = w - lr sum(W_i g_i) / sum(W_i), where g_i is the mean gradient of replica i's samples and W_i
 their weight.
+
+With `options.local_after` the first steps are data parallel: post-local SGD (Lin et al. 2018, arXiv:1808.07217). An
+outer optimizer (`outer.py`) may take the average's place.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,15 +18,17 @@ import tensorflow as tf
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.compat.keras_variables import trained_variables
 from hvdtrain.gradients.reduction import Gradient, scaled
-from hvdtrain.gradients.sparse import sum_duplicates
+from hvdtrain.gradients.sparse import gather_rows, sum_duplicates
 from hvdtrain.optim.averaging import innermost
 from hvdtrain.optim.fused import fused_updates
 from hvdtrain.runtime.compiled import run_once
+from hvdtrain.state.named_tensors import NamedTensor
 from hvdtrain.state.optimizers import slot_tensors
 from hvdtrain.state.structure import structure_of
 from hvdtrain.training.options import StepOptions
 from hvdtrain.training.step.contract import LocalGradients, Totals
 from hvdtrain.training.update_rules.base import UpdateRule
+from hvdtrain.training.update_rules.outer import OuterOptimizer, at_least_float32
 from hvdtrain.training.update_rules.split_model import SplitModel
 
 
@@ -42,7 +47,9 @@ class LocalUpdate(UpdateRule):
         super().__init__(backend, model, optimizer, options)
         options = options or StepOptions()
         self._period = options.local_steps
+        self._after = options.local_after
         self._average_slots = options.average_slots
+        self._outer = None if options.outer_optimizer == "average" else OuterOptimizer(options)
         self._name_tensors()
         self._consolidated = True
         self._weight = tf.Variable(0.0, trainable=False, dtype=tf.float64, name="local_weight")
@@ -65,6 +72,12 @@ class LocalUpdate(UpdateRule):
         slots = slot_tensors(self.optimizer, known, [structure.path(variable) for variable in known])
         self._slots = {path: slot.variable for path, slot in slots.items() if slot.owner is not None}
         self._averaged = {**self._weights, **(self._slots if self._average_slots else {})}
+        if self._outer is not None:
+            self._outer.follow(self._weights)
+
+    def named_tensors(self) -> dict[str, NamedTensor]:
+        """Also return the outer optimizer's momentum."""
+        return {**super().named_tensors(), **({} if self._outer is None else self._outer.named_tensors())}
 
     def update(self, local: LocalGradients, *, measure: bool) -> tuple[tf.Tensor, tf.Tensor | None]:
         """Apply this replica's mean gradient; average the weights every `local_steps` steps."""
@@ -72,22 +85,58 @@ class LocalUpdate(UpdateRule):
         whole = self._split.summed(local.gradients, self._paths)
         own = [scaled(_unique_rows(gradient), factor) for gradient in whole]
         own = self._split.replicated.agreed(own, self._paths, measure=False)
+        early = tf.constant(False)
+        if self._after:
+            taken = tf.cast(innermost(self.optimizer).iterations, tf.int64)
+            early = taken < self._after
+            known = {path: gradient for path, gradient in zip(self._paths, own, strict=True) if gradient is not None}
+            chosen = tf.cond(early, lambda: self._together(known, local.totals[1]), lambda: known)
+            own = [chosen.get(path) for path in self._paths]
+            tf.cond(tf.equal(taken, self._after), self._begin_local_steps, lambda: tf.constant(False))
         norm = self._split.norm(own) if measure or self._clipping.norm is not None else None
         own, norm = self._clipped(own, norm)
         with fused_updates(self.optimizer):
             self.optimizer.apply(own, self._variables)
         self._weight.assign_add(tf.cast(local.totals[1], tf.float64))
-        due = self._steps.assign_add(1) >= self._period
+        due = (self._steps.assign_add(1) >= self._period) & ~early
         tf.cond(due, lambda: self._average(self._averaged), lambda: tf.constant(False))
         if measure and norm is not None:
             norm = self._backend.all_reduce(norm, name="gradient//norm", op="average")
         return local.totals, norm if measure else None
 
-    def on_state_loaded(self) -> None:
-        """Begin a new period."""
+    def _together(self, gradients: Mapping[str, Any], weight: tf.Tensor) -> dict[str, Any]:
+        """Return the mean of the replicas' gradients, weighted by their samples. Collective."""
+        total = self._backend.all_reduce(tf.cast(weight, tf.float64), name="local_sgd//early_weight")
+        share = tf.math.divide_no_nan(tf.cast(weight, tf.float64), total)
+
+        def mean(gradient: Any, name: str) -> Any:
+            if isinstance(gradient, tf.IndexedSlices):
+                return gather_rows(gradient, self._backend, name)
+            return self._backend.all_reduce(gradient, name=name)
+
+        return {path: mean(scaled(each, share), f"local_sgd/early/{path}") for path, each in gradients.items()}
+
+    def _begin_local_steps(self) -> tf.Tensor:
         self._weight.assign(0.0)
         self._steps.assign(0)
+        if self._outer is not None:
+            self._outer.begin()
+        return tf.constant(True)
+
+    def load_extras(self, tensors: Mapping[str, np.ndarray]) -> None:
+        """Load the outer optimizer's momentum."""
+        if self._outer is not None:
+            self._outer.load(tensors)
+
+    def sync_from_model(self) -> None:
+        """Let the outer optimizer begin at weights that all replicas share."""
+        if self._outer is not None and self._consolidated:
+            self._outer.begin()
+
+    def on_state_loaded(self) -> None:
+        """Begin a new period."""
         self._consolidated = True
+        self._begin_local_steps()
 
     def reported(self, totals: tf.Tensor) -> Totals:
         """Return totals that are reduced when read."""
@@ -99,19 +148,24 @@ class LocalUpdate(UpdateRule):
         if self._consolidated or self._backend.size == 1:
             return
         self._consolidated = True
+        if int(innermost(self.optimizer).iterations) <= self._after:
+            return  # no step was a local one
         differing = {**(self._weights if int(self._steps) else {}), **self._slots}
         run_once(lambda: self._backend.run(lambda: self._average(differing)))
 
     def _average(self, variables: dict[str, tf.Variable]) -> tf.Tensor:
-        """Replace `variables` by their mean over the replicas, weighted by samples. Collective."""
+        """Replace `variables` by their mean over the replicas, weighted by samples, or move them by it. Collective."""
+        rate = innermost(self.optimizer).learning_rate
         weight = self._weight.read_value()
         total = self._backend.all_reduce(weight, name="local_sgd//weight")
         share = tf.where(total > 0, tf.math.divide_no_nan(weight, total), 1.0 / self._backend.size)
         for path, variable in variables.items():
-            mine = tf.cast(variable.read_value(), _at_least_float32(variable.dtype))
+            mine = at_least_float32(variable.read_value())
             mean = self._backend.all_reduce(mine * tf.cast(share, mine.dtype), name=f"local_sgd/{path}")
             if path in self._alike:  # reduced separately by each rank along tp, with its own rounding
                 mean = self._backend.along("tp").all_reduce(mean, name=f"local_sgd/alike/{path}", op="average")
+            if self._outer is not None and path in self._weights:
+                mean = self._outer.step(path, mean, rate)
             variable.assign(tf.cast(mean, variable.dtype))
         self._weight.assign(0.0)
         self._steps.assign(0)
@@ -156,11 +210,6 @@ class _Row:
         if self.values is None:
             self._unread.reduce()
         return self.values
-
-
-def _at_least_float32(dtype: tf.DType) -> tf.DType:
-    """Return the dtype to average in: in 16 bits the replicas' shares would not sum to 1."""
-    return dtype if dtype.size >= 4 else tf.float32
 
 
 def _unique_rows(gradient: Gradient) -> Gradient:

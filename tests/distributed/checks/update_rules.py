@@ -191,7 +191,31 @@ def check_one_local_step_of_sgd_is_a_step_of_data_parallelism(world: World) -> N
         assert_equal(trainer, world.reference(trained_alone, kind, "plain sgd", dtype), dtype, kind)
 
 
-def local_reference(world: World, optimizer: Any, period: int, average_slots: bool) -> list[np.ndarray]:
+Outer = Callable[[np.ndarray, np.ndarray, Any], tuple[np.ndarray, Any]]
+
+
+def slowmo(before: np.ndarray, mean: np.ndarray, velocity: Any, *, rate: float = 0.1) -> tuple[np.ndarray, Any]:
+    """Algorithm 1 of Wang et al. 2019, at a slow learning rate of 0.8 and a momentum of 0.6."""
+    velocity = 0.6 * velocity + (before - mean) / rate
+    return before - 0.8 * rate * velocity, velocity
+
+
+def diloco(before: np.ndarray, mean: np.ndarray, velocity: Any) -> tuple[np.ndarray, Any]:
+    """Nesterov's momentum as PyTorch has it, at the rates of Douillard et al. 2023."""
+    gradient = before - mean
+    velocity = 0.9 * velocity + gradient
+    return before - 0.7 * (gradient + 0.9 * velocity), velocity
+
+
+def local_reference(
+    world: World,
+    optimizer: Any,
+    period: int,
+    *,
+    average_slots: bool = False,
+    after: int = 0,
+    outer: Outer | None = None,
+) -> list[np.ndarray]:
     """Emulate all ranks in this process: `period` steps each, then averages by samples; epochs' ends consolidate."""
     model, batches = wide_model("float64", 0), batches_of(*wide_data("float64"))
     step = plain_step(model, optimizer, per_sample, batches[0])
@@ -200,23 +224,34 @@ def local_reference(world: World, optimizer: Any, period: int, average_slots: bo
     # What each rank holds; the one model and its optimizer take it up in turn.
     held = [{v.path: np.array(v) for v in (*weights, *slots)} for _ in range(world.size)]
     counts, steps, per_epoch = np.zeros(world.size), 0, -(-SAMPLES // BATCH)
+    anchors, velocities = dict(held[0]), dict.fromkeys(held[0], 0.0)
 
     def average(variables: Sequence[Any]) -> None:
         shares = counts / counts.sum() if counts.any() else np.full(world.size, 1 / world.size)
         for path in (v.path for v in variables):
             mean = sum(share * own[path] for share, own in zip(shares, held, strict=True))
+            if outer is not None and variables is weights:
+                mean, velocities[path] = outer(anchors[path], mean, velocities[path])
             for own in held:
-                own[path] = mean
+                own[path] = anchors[path] = mean
 
     for number, (inputs, targets) in enumerate(batches, 1):
+        parts = [
+            slice(rank * len(inputs) // world.size, (rank + 1) * len(inputs) // world.size)
+            for rank in range(world.size)
+        ]
         for rank, own in enumerate(held):
-            part = slice(rank * len(inputs) // world.size, (rank + 1) * len(inputs) // world.size)
+            part = slice(None) if number <= after else parts[rank]
             for variable in (*weights, *slots):
                 variable.assign(own[variable.path])
             step(inputs[part], targets[part])
             own.update({v.path: np.array(v) for v in (*weights, *slots)})
-            counts[rank] += part.stop - part.start
+            counts[rank] += parts[rank].stop - parts[rank].start
         steps += 1
+        if number <= after:
+            anchors.update(held[0])
+            counts[:], steps = 0, 0
+            continue
         ends_epoch = number % per_epoch == 0
         if steps == period:
             average(weights)
@@ -235,18 +270,61 @@ def local_reference(world: World, optimizer: Any, period: int, average_slots: bo
 @exact_arrays()
 def check_local_steps_follow_their_definition(world: World) -> None:
     """Momentum and three local steps: weights averaged by samples, slots or not; epochs' ends consolidate."""
-    for average_slots in (False, True):
-        momentum = lambda: keras.optimizers.SGD(0.1, momentum=0.9)  # noqa: E731
+    momentum = lambda: keras.optimizers.SGD(0.1, momentum=0.9)  # noqa: E731
+    plain = lambda: keras.optimizers.SGD(0.1)  # noqa: E731
+    slow = {"outer_optimizer": "slowmo", "outer_learning_rate": 0.8, "outer_momentum": 0.6}
+    for optimizer, options, defined in (
+        (momentum, {}, {}),
+        (momentum, {"average_slots": True}, {"average_slots": True}),
+        (momentum, {"local_after": 5}, {"after": 5}),
+        (plain, slow, {"outer": slowmo}),
+        (plain, {"outer_optimizer": "diloco"}, {"outer": diloco}),
+        (plain, {**slow, "local_after": 5}, {"outer": slowmo, "after": 5}),
+        (momentum, {"outer_optimizer": "slowmo", "outer_momentum": 0.0}, {}),  # the average
+    ):
         model = wide_model("float64", world.rank)
-        trainer = hvdtrain.Trainer(
-            model, momentum(), CROSS_ENTROPY, backend=world.backend, local_steps=3, average_slots=average_slots
-        )
+        trainer = hvdtrain.Trainer(model, optimizer(), CROSS_ENTROPY, backend=world.backend, local_steps=3, **options)
         x, y = wide_data("float64")
         trainer.fit((x, y), batch=BATCH, epochs=EPOCHS, shuffle=False, verbose=False, validation_data=(x, y))
         assert world.same_everywhere(flat_bytes(trainer.model.get_weights()))
-        expected = local_reference(world, momentum(), 3, average_slots)
+        expected = local_reference(world, optimizer(), 3, **defined)
         error = relative_error(trainer.model.get_weights(), expected)
-        assert error <= 1e-9, f"average_slots={average_slots}: {error:.2e}"
+        assert error <= 1e-9, f"{options}: {error:.2e}"
+
+
+@worlds("mpirun-2", extended=True)
+@exact_arrays()
+def check_local_steps_that_have_not_begun_are_data_parallelism(world: World) -> None:
+    for kind, optimizer in (("wide", "adam"), ("table", "plain sgd")):
+        trainer = trained(world, kind, OPTIMIZERS[optimizer](), "float64", local_steps=3, local_after=1000)
+        assert_equal(trainer, world.reference(trained_alone, kind, optimizer, "float64"), "float64", kind)
+
+
+@worlds("mpirun-2", extended=True)
+@exact_arrays()
+def check_an_outer_optimizer_goes_on_from_a_checkpoint(world: World) -> None:
+    """With its momentum; from the checkpoint of another rule without, and the other way round."""
+    data, slow = wide_data("float64"), {"local_steps": 3, "outer_optimizer": "slowmo"}
+    fit = {"batch": BATCH, "shuffle": False, "verbose": False, "validation_data": data}  # epochs end with an average
+
+    def trainer_of(seed: int, **options: Any) -> Any:
+        sgd = keras.optimizers.SGD(0.1)
+        return hvdtrain.Trainer(wide_model("float64", seed), sgd, CROSS_ENTROPY, backend=world.backend, **options)
+
+    whole = trainer_of(0, **slow)
+    whole.fit(data, epochs=4, **fit)
+    for name, before, after in (("slowmo", slow, slow), ("to average", slow, {}), ("from average", {}, slow)):
+        first = trainer_of(0, **before)
+        first.fit(data, epochs=2, **fit)
+        files = Checkpointer(world.folder / f"outer-{name}", backend=world.backend)
+        files.save(1, first.state.saved_tensors(), asdict(first.state.scalars))
+        second = trainer_of(7 + world.rank, **after)
+        second.restore(files.find())
+        assert second.evaluate(data).loss == first.evaluate(data).loss, name
+        second.fit(data, epochs=2, **fit)
+        assert world.same_everywhere(flat_bytes(second.model.get_weights()))
+        equal = relative_error(second.model.get_weights(), whole.model.get_weights()) <= 1e-9
+        assert equal is (name == "slowmo"), name
 
 
 @worlds("mpirun-2", extended=True)

@@ -109,6 +109,16 @@ OTHERS = [
         update=UpdateConfig(zero=3, zero_prefetch=1),
     ),
     Config("digits", training=TrainingConfig(jit=True), update=UpdateConfig(local_steps=3, average_slots=True)),
+    Config(
+        "digits",
+        update=UpdateConfig(
+            local_steps=3,
+            local_after=7,
+            outer_optimizer="slowmo",
+            outer_learning_rate=0.5,
+            outer_momentum=0.25,
+        ),
+    ),
     Config("digits", runtime=RuntimeConfig(backend="mirrored", replicas=3)),
     Config("digits", runtime=RuntimeConfig(backend="multi_worker_mirrored", communication="ring")),
     Config("digits", runtime=RuntimeConfig(backend="parameter_server", parameter_servers=2)),

@@ -130,6 +130,9 @@ class OwnStepOfNorms(OwnStepTwice):
         ({"accumulate": 2.5}, "accumulate: Input should be a valid integer"),
         ({"clip_norm": "much"}, "clip_norm: Input should be a valid number"),
         ({"reduce_op": "mean"}, "reduce_op: Input should be 'average', 'sum' or 'adasum'. Received: 'mean'."),
+        ({"outer_optimizer": "slowmo"}, "outer_optimizer='slowmo' has no effect without local_steps"),
+        ({"local_steps": 2, "outer_momentum": 0.5}, "outer_momentum=0.5 has no effect without outer_optimizer"),
+        ({"local_after": 2}, "local_after=2 has no effect without local_steps"),
         ({"compression": "int8"}, "compression: Input should be 'none', 'fp16' or 'bf16'. Received: 'int8'."),
     ],
 )
