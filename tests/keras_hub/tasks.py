@@ -38,7 +38,7 @@ def data():
 
 
 def build(name):
-    keras.backend.clear_session()
+    keras.backend.clear_session(free_memory=False)
     keras.utils.set_random_seed(1)
     model = DECODERS[name]()
     model.compile(

@@ -22,7 +22,7 @@ def check_sparse(world: World) -> None:
 
 
 def trained(world: World, precision: str, *, jit: bool) -> list[np.ndarray]:
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(0)
     trainer = hvdtrain.Trainer(
         lambda: keras.Sequential(

@@ -22,7 +22,7 @@ class Spread(keras.layers.Layer):
 
 
 def spreading() -> keras.Model:
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(0)
     inputs = keras.Input((5,))
     outputs = keras.layers.Dense(3)(Spread()([keras.layers.Dense(4)(inputs), inputs[:, :1]]))

@@ -42,7 +42,7 @@ def classifier(*middle: Any) -> keras.Model:
 
 def trained(backend: Any, kind: str, optimizer: str, dtype: str) -> hvdtrain.Trainer:
     build, data = MODELS[kind]
-    keras.utils.clear_session()  # the same names in every model
+    keras.utils.clear_session(free_memory=False)  # the same names in every model
     trainer = hvdtrain.Trainer(lambda: build(dtype, seed=0), OPTIMIZERS[optimizer], CROSS_ENTROPY, backend=backend)
     trainer.fit(data(dtype), batch=BATCH, epochs=EPOCHS, shuffle=False, verbose=False)
     return trainer
@@ -109,7 +109,7 @@ def check_checkpoints_are_those_of_one_process(world: World) -> None:
         files = Checkpointer(world.folder / f"checkpoint{number}")
         files.save(20, of.state.named_tensors(), asdict(of.state.scalars))
         build, data = MODELS["dense"]
-        keras.utils.clear_session()
+        keras.utils.clear_session(free_memory=False)
         model = lambda build=build: build("float32", seed=1)  # noqa: E731
         again = hvdtrain.Trainer(model, OPTIMIZERS["adam"], CROSS_ENTROPY, backend=to)
         again.predict(data("float32")[0][:1])

@@ -16,7 +16,7 @@ PAUSE_S = 0.1
 
 
 def trained(world: World, batches: Callable[[], object] | None = None, callbacks: tuple[object, ...] = ()) -> FitResult:
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(0)
     x = np.random.default_rng(0).standard_normal((800, 5)).astype("float32")
     trainer = hvdtrain.Trainer(

@@ -18,7 +18,7 @@ from hvdtrain.training.loop.loop import Plan
 
 
 def classifier(seed: int, *middle: Any) -> keras.Model:
-    keras.utils.clear_session()  # the same names in every model
+    keras.utils.clear_session(free_memory=False)  # the same names in every model
     keras.utils.set_random_seed(seed)
     return keras.Sequential(
         [keras.Input((5,)), keras.layers.Dense(8, activation="tanh"), *middle, keras.layers.Dense(3)]

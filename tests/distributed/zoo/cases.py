@@ -64,7 +64,8 @@ class Case:
         return next((table[key] for key in keys if key in table), "")
 
     def model(self) -> keras.Model:
-        keras.backend.clear_session()  # layers have the same names
+        # Layers have the same names. What Keras leaves of a `fit` lives on: looking through it took most of the time.
+        keras.backend.clear_session(free_memory=False)
         keras.utils.set_random_seed(0)
         model = self.build()
         model.compile(**self.compiled())

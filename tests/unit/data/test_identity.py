@@ -52,7 +52,7 @@ def test_other_validation_samples_are_refused():
 
 def train(*args, **options):
     """Train as in a process of its own: Keras numbers the optimizers of one."""
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     return train_in_process(*args, **options)
 
 

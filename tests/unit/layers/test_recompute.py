@@ -81,7 +81,7 @@ def test_values_gradients_statistics_and_draws_are_those_of_the_model(name, comp
     build, inputs, precise, tolerance = MODELS[name]
     results = []
     for wrap in (lambda model: model, recomputed_model):
-        keras.utils.clear_session()
+        keras.utils.clear_session(free_memory=False)
         keras.utils.set_random_seed(0)
         with precision(precise):
             model = build()
@@ -132,7 +132,7 @@ def test_a_block_of_a_users_own_model():
 
     results = []
     for wrap in (lambda block: block, Recompute):
-        keras.utils.clear_session()
+        keras.utils.clear_session(free_memory=False)
         keras.utils.set_random_seed(0)
         model = Own(wrap)
         model(X)
@@ -159,7 +159,7 @@ def test_masks_go_in_and_come_out(compiled):
 
     results = []
     for wrap in (lambda block: block, Recompute):
-        keras.utils.clear_session()
+        keras.utils.clear_session(free_memory=False)
         keras.utils.set_random_seed(0)
         model = Tagger(wrap)
         model(TOKENS)

@@ -79,7 +79,7 @@ def run_that_loses(session, tmp_path, monkeypatch):
         words = ["--data", "losing:build", "--data-args", *arguments, "--model", "mlp", "--batch", "16"]
         words += ["--model-args", "depth", "1", "width", "8", "--plots", "False", "--epochs", "2"]
         words += ["--checkpoint-every", "5", "--log-every", "5", "--run-dir", str(folder)]
-        keras.utils.clear_session()
+        keras.utils.clear_session(free_memory=False)
         train(session, parse(words).config, folder)
         return folder
 

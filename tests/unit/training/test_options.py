@@ -647,7 +647,7 @@ def test_what_xla_draws_at_random_can_be_repeated():
     """Its numbers are not those of TensorFlow's own kernels, but the same ones each time."""
 
     def weights(rate):
-        keras.utils.clear_session()
+        keras.utils.clear_session(free_memory=False)
         keras.utils.set_random_seed(0)
         layers = [keras.layers.Dense(8), keras.layers.Dropout(rate, seed=1), keras.layers.Dense(4)]
         one = trainer(model=lambda: keras.Sequential([keras.Input((4,)), *layers]), jit=True, accumulate=2)

@@ -67,7 +67,7 @@ class Served(SingleBackend):
 
 
 def rich_model():
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(0)
     return keras.Sequential(
         [
