@@ -91,6 +91,10 @@ class StepClock:
         """Return the fraction of steady steps' time spent waiting for data; 0 initially."""
         return self._steady_waits / self._steady_seconds if self._steady_seconds else 0.0
 
+    def waited(self) -> float:
+        """Return the seconds that steady steps have waited for data."""
+        return self._steady_waits
+
     def steady_ms(self) -> list[float]:
         """Return the times of the last `KEPT_STEPS` steady steps in ms; initially of the warm-up."""
         return [1000.0 * seconds for seconds in self._steady or self._warm_up]
@@ -103,6 +107,8 @@ class StepClock:
 
 WAITING_SHARE = 0.05
 """Fraction of the time spent waiting for data above which a warning is given."""
+WORTH_S = 2.0
+"""Seconds waited below which nothing is said: a small run is over sooner than it is tuned."""
 ENOUGH_STEPS = 30
 """Steady steps needed for a reliable fraction: of 3, one late batch makes 7 %."""
 
@@ -128,8 +134,10 @@ class DataWaitWatch:
         if self._told or self._clock.steady_steps < self._next:
             return None
         self._next = 2 * self._clock.steady_steps
-        shares = gather(self._backend, self._clock.waiting_share())
-        said = waiting_warning(shares, self._remedy)
+        seen = gather(self._backend, [self._clock.waiting_share(), self._clock.waited()])
+        if max(seconds for _, seconds in seen) < WORTH_S:
+            return None
+        said = waiting_warning([share for share, _ in seen], self._remedy)
         self._told = said is not None
         return said
 

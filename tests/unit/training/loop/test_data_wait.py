@@ -142,7 +142,9 @@ def said_of_slow_data(steps):
     return {step: text for step, text in told.said.items() if "steps wait for data" in text}
 
 
-def test_a_run_with_slow_data_says_so_once_and_not_only_when_all_is_over(session):
+def test_a_run_with_slow_data_says_so_once_and_not_only_when_all_is_over(session, monkeypatch):
+    assert said_of_slow_data(60) == {}, "of less than a second"
+    monkeypatch.setattr(clock, "WORTH_S", 0.5)
     said = said_of_slow_data(60)
     assert list(said) == [40]
     assert "num_parallel_calls" in said[40]
