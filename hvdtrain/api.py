@@ -22,11 +22,13 @@ from hvdtrain.runtime.interrupts import show_interrupt
 from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.leaving import UNCLEAR, ExitWatch
 from hvdtrain.runtime.link import Link, open_link
-from hvdtrain.runtime.logs import set_up_logging
+from hvdtrain.runtime.logs import set_up_logging, warn_on_first
 from hvdtrain.runtime.objects import object_of_root, objects_of_all, wait_for_all
 from hvdtrain.runtime.session import Session, current, has_session, open_session, set_current
 from hvdtrain.runtime.tracing.trace import Trace, traced_step
 
+_FACES = ("hvdtrain.horovod", "horovod.keras", "horovod.tensorflow.keras")
+"""With one of these a script's optimizer may exchange gradients."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -127,7 +129,32 @@ def init(
     import keras
 
     keras.utils.set_random_seed(seed)
+    if session.environment.size > 1 and session.strategy is None:
+        _warn_of_lone_fits(session)
     _end_with_the_job(session)
+
+
+def _warn_of_lone_fits(session: Session) -> None:
+    """Warn after a `keras.Model.fit` in a job in which nothing is exchanged: each rank has trained by itself.
+
+    It replaces `keras.Model.fit` for as long as the process lives.
+    """
+    import keras
+
+    fit = keras.Model.fit
+
+    @wraps(fit)
+    def noticed(model: Any, *args: Any, **options: Any) -> Any:
+        result = fit(model, *args, **options)
+        if not session.exchanges and not any(face in sys.modules for face in _FACES):
+            warn_on_first(
+                f"Model.fit exchanges nothing: each of the {session.environment.size} ranks has trained {model.name!r} "
+                "by itself. Write hvdtrain.Trainer(model).fit(…) in its place.",
+                stacklevel=2,
+            )
+        return result
+
+    keras.Model.fit = noticed
 
 
 def _check_same(arguments: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ from hvdtrain.runtime.session import Session, current
 
 def backend_for(session: Session) -> Backend:
     """Return the session's backend: tf.distribute if it has a strategy, Horovod if running, else single."""
+    session.exchanges = True
     if session.strategy is not None and session.strategy.roles is not None:
         from hvdtrain.backends.parameter_server import ParameterServerBackend
 

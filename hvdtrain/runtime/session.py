@@ -56,6 +56,8 @@ class Session:
     """The memory allocator; None where nobody has asked."""
     closed: bool = False
     """Whether this rank has left the job."""
+    exchanges: bool = False
+    """Whether a trainer, tape, optimizer or collective has asked for the ranks."""
 
     @property
     def environment(self) -> Environment:
@@ -163,10 +165,12 @@ def check_parallel(config: RuntimeConfig, environment: Environment, *, with_horo
             f"a job of a fixed number of ranks. Received: {config.parallel}."
         )
     if others and not with_horovod:
+        chosen = config.backend != RuntimeConfig.backend
+        without = f", and leave out {opt('backend', config.backend)}" if chosen else ""
         raise ConfigError(
-            f"{opt('parallel')} needs Horovod to carry what the ranks exchange: start it with horovodrun or mpirun, "
-            f"and leave out {opt('backend', config.backend)}; or let one process have all of the model with "
-            f"{opt('parallel')} dp=-1. Received: {config.parallel}, started by {environment.launcher}."
+            f"{opt('parallel')} needs Horovod to carry what the ranks exchange: start as many ranks as its axes have "
+            f"with horovodrun or mpirun{without}; or let one process have all of the model with {opt('parallel')} "
+            f"dp=-1. Received: {config.parallel}, started by {environment.launcher}."
         )
     Mesh.of(axes, environment.rank, environment.size)
 

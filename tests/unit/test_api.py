@@ -3,11 +3,14 @@ import importlib.metadata
 import inspect
 import subprocess
 import sys
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import hvdtrain
+from hvdtrain import api
 from hvdtrain.config.errors import ConfigError, LaunchError
 from hvdtrain.runtime.session import current, has_session
 
@@ -35,6 +38,20 @@ PROMISED = """
     learning_rate_schedule load_run local_rank local_size parallelize rank rank_zero_only reducescatter run shard
     shutdown size trace_step
 """
+
+
+def test_a_fit_of_keras_that_exchanges_nothing_is_named(monkeypatch):
+    keras = pytest.importorskip("keras")
+    monkeypatch.setattr(keras.Model, "fit", lambda model, epochs: epochs)
+    monkeypatch.setattr(api, "_FACES", ())
+    session = SimpleNamespace(environment=SimpleNamespace(size=2), exchanges=False)
+    api._warn_of_lone_fits(session)
+    with pytest.warns(UserWarning, match=r"each of the 2 ranks has trained 'mine' by itself\. Write hvdtrain\.Trainer"):
+        assert keras.Model(name="mine").fit(epochs=3) == 3
+    session.exchanges = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert keras.Model(name="mine").fit(epochs=3) == 3
 
 
 def test_the_public_names_are_those_that_are_promised():
