@@ -7,7 +7,7 @@ The names below are all there is to the public API; each is imported when it is 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.runtime.startup import prepare_streams
+from hvdtrain.runtime.startup import import_tensorflow, prepare_streams
 
 __version__ = "0.1.0"
 
@@ -102,6 +102,8 @@ _PUBLIC = {
     "trace_step": "hvdtrain.api",
 }
 
+_WITHOUT_TENSORFLOW = ("hvdtrain.api", "hvdtrain.config.checkpoint", "hvdtrain.run_function")
+
 __all__ = [
     "Checkpoint",
     "DistributedGradientTape",
@@ -154,6 +156,8 @@ def __getattr__(name: str) -> Any:
     """Import a public name from the module that holds it (PEP 562)."""
     if name not in _PUBLIC:
         raise AttributeError(f"module 'hvdtrain' has no attribute {name!r}")
+    if _PUBLIC[name] not in _WITHOUT_TENSORFLOW:
+        import_tensorflow()
     return getattr(importlib.import_module(_PUBLIC[name]), name)
 
 

@@ -10,6 +10,7 @@ from hvdtrain.runtime.control.agreement import installed_versions
 from hvdtrain.runtime.failures import show_alone, show_failure
 from hvdtrain.runtime.launchers import Environment, detect_environment
 from hvdtrain.runtime.logs import drop_unreadable_output, set_up_logging
+from hvdtrain.runtime.startup import import_tensorflow
 
 VERBS = {
     "train": "hvdtrain.cli.train:main",
@@ -59,6 +60,10 @@ def run() -> int:
     return main(sys.argv[1:])
 
 
+WITH_TENSORFLOW = ("checkpoint", "data")
+"""Verbs that import it without starting a session, which would do it quietly."""
+
+
 def main(argv: list[str]) -> int:
     """Run the verb in `argv` (default: train) and return the exit code."""
     set_up_logging()
@@ -80,6 +85,8 @@ def main(argv: list[str]) -> int:
         return _refuse(verb, environment)
     if verb not in DISTRIBUTED and environment.rank > 0:
         return 0
+    if verb in WITH_TENSORFLOW:
+        import_tensorflow()
     try:
         code: int = resolve("verb", verb, VERBS)(rest)
     except UserError as error:
