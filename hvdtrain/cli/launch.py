@@ -66,7 +66,7 @@ def parse(argv: list[str]) -> Options:
     hosts, controller = parser.add_mutually_exclusive_group(), parser.add_mutually_exclusive_group()
     add, host = parser.add_argument, hosts.add_argument
     text = "number of ranks (default: every slot of the hosts or of the scheduler's job; else one per GPU, or 2)"
-    add("-np", type=positive, metavar="N", help=text)
+    add("-np", "-n", type=positive, metavar="N", help=text)
     text = "hosts, and how many ranks each takes"
     host("--hosts", type=lambda text: parse_hosts(text.split(",")), default=(), metavar="H1:N,H2:N", help=text)
     text = "the same in a file: `h1 slots=2` or `h1:2` on each line"

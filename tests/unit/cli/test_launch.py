@@ -294,6 +294,7 @@ def test_only_the_command_goes_to_standard_output(here, capsys):
     ("words", "rest"),
     [
         ("--gloo --epochs 3", "--gloo -np 2 python -m hvdtrain --epochs 3"),
+        ("-n 3 x.py", "-np 3 python x.py"),
         ("-np=3 -- --run-dir x", "-np 3 python -m hvdtrain --run-dir x"),
         ("--hosts=h1:2 digits -np 9", "-np 2 -H h1:2 PYTHON -m hvdtrain digits -np 9"),
         ("--launcher-args '--verbose --disable-cache' x.py", "-np 2 --verbose --disable-cache python x.py"),
@@ -307,7 +308,7 @@ def test_what_follows_the_options_is_the_trainings(here, capsys, words, rest):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("-np 0 digits", "argument -np: must be a whole number of at least 1. Received: '0'"),
+        ("-np 0 digits", "argument -np/-n: must be a whole number of at least 1. Received: '0'"),
         ("--hosts h1 --hostfile {hosts} digits", "not allowed with argument"),
         ("--gloo --mpi digits", "not allowed with argument"),
         ("--hostfile missing digits", "The file of hosts cannot be read. Received: missing"),
