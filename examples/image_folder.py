@@ -2,8 +2,8 @@
 
     horovodrun -np 2 python examples/image_folder.py --folder images --epochs 20
 
-Stop it by Ctrl-C or SIGTERM (a scheduler's pre-emption): it saves after the current step and exits with code 130 or
-75. The same command goes on from there, on any number of ranks, with the batch that came next. Without such a folder
+Stop it by Ctrl-C or SIGTERM (a scheduler's pre-emption): it saves after the current step (docs/reliability.md). The
+same command goes on from there, on any number of ranks, with the batch that came next. Without such a folder
 it writes one, of handwritten digits.
 """
 

@@ -70,7 +70,8 @@ def check_same_call(everyone: Sequence[bytes], call: str) -> None:
         differing = _differences([json.loads(part.partition(b"\n")[0]) for part in everyone])
     except (ValueError, TypeError, AttributeError) as error:  # what another rank sent are no facts
         raise ConfigError(
-            f"Every rank makes the same calls: {call}() was called, and another rank did something else."
+            f"Every rank makes the same calls: {call}() was called, and another rank did something else, or has ended. "
+            "Call it outside of `if rank() == 0:`, and print its result inside."
         ) from error
     if differing and differing[0].startswith(_CALL):
         raise ConfigError(f"Every rank makes the same calls. Received: {differing[0]}.")
