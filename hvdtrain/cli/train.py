@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvdtrain.cli.parser import Parser, group_help, overview, parse_options, sections_of, wrapped
 from hvdtrain.cli.running import import_tensorflow_for_cpu, run_here, run_on_all_ranks
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.config.files import FilesRead, apply_values, digest, read_values
 from hvdtrain.config.parallel import DATA_AXES, parse_axes
 from hvdtrain.config.run import NAMED_WITH_ARGUMENTS, Config, without_foreign_arguments
@@ -158,11 +158,18 @@ def _base(name: str | None, files: Files, read: FilesRead) -> Config:
 def _check_resume(base: Config, config: Config, run: Path) -> None:
     kept = {name: getattr(config, name) for name in FREE_ON_RESUME}
     kept |= {name: _with_free(name, getattr(base, name), getattr(config, name)) for name in FREE_OPTIONS}
-    if replace(base, **kept) != config:
+    may = replace(base, **kept)
+    if may != config:
+        asked, before = (
+            {field: value for part in sections_of(each).values() for field, value in vars(part).items()}
+            for each in (config, may)
+        )
+        other = [name for name in asked if asked[name] != before[name]]
+        changed = ", ".join(f"{opt(name, asked[name])} (it was {before[name]})" for name in other)
         flags = ", ".join(f"--{name.replace('_', '-')}" for names in FREE_OPTIONS.values() for name in names)
         raise ConfigError(
-            f"--resume {run} goes on with the run as it was: only {flags}, where its data are (--data-args path) and "
-            f"the options of {', '.join(FREE_ON_RESUME)} may change."
+            f"--resume {run} goes on with the run as it was. Received: {changed}. Only {flags}, where its data are "
+            f"(--data-args path) and the options of {', '.join(FREE_ON_RESUME)} may change."
         )
 
 

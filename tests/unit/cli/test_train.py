@@ -1,4 +1,5 @@
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -178,7 +179,12 @@ def test_resume_may_change_how_long_how_it_is_watched_and_what_is_read_and_held_
     ],
 )
 def test_resume_refuses_what_would_make_it_another_run(run_dir, flags):
-    assert f"--resume {run_dir} goes on with the run as it was" in said("--resume", run_dir, *flags)
+    message = said("--resume", run_dir, *flags)
+    assert f"--resume {run_dir} goes on with the run as it was. Received: --" in message
+    (changed,) = re.findall(r"Received: (.*?)\. Only", message)
+    name = next(flag for flag in reversed(flags) if flag.startswith("--"))
+    assert changed.startswith(f"{name} ")
+    assert changed.count("it was") == 1
 
 
 def test_a_run_that_was_split_goes_on_in_one_process(run_dir):
