@@ -27,6 +27,9 @@ jsrun in an LSF job. Only the command goes to standard output, and the reasons f
 """
 
 
+OF_SCHEDULERS = ("srun", "jsrun")
+
+
 class Host(NamedTuple):
     """A host, and how many ranks it takes."""
 
@@ -131,10 +134,10 @@ class Machine:
         """
         program = self.find(name)
         if program is None:
-            raise LaunchError(
-                f"{name} is not on PATH, nor beside this Python. Run: python -m hvdtrain setup, and activate the "
-                "environment."
-            )
+            cure = "Run: python -m hvdtrain setup, and activate the environment."
+            if name in OF_SCHEDULERS:
+                cure = "It comes with the scheduler, whose variables are set here: load its module."
+            raise LaunchError(f"{name} is not on PATH, nor beside this Python. {cure}")
         return program
 
     def output(self, *words: str) -> str:

@@ -149,6 +149,12 @@ def test_slurm_with_pmix(place):
     assert " --overcommit " in place.words("-np 40 --oversubscribe", SLURM)
 
 
+def test_slurm_without_its_commands(place):
+    place.has("mpirun", OPEN_MPI_4)
+    with pytest.raises(UserError, match=r"srun is not on PATH.* comes with the scheduler.*: load its module"):
+        place.words("", SLURM)
+
+
 @pytest.mark.parametrize(("plugins", "version"), [(WITHOUT_PMIX, OPEN_MPI_4), (PLUGINS, MPICH), (PLUGINS, INTEL)])
 def test_slurm_whose_srun_has_nothing_for_this_mpi(place, plugins, version):
     place.has("srun", plugins)
