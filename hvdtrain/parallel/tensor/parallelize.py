@@ -3,6 +3,7 @@
 `parallel/parallelize.py` is the public entry.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -218,11 +219,10 @@ class Parallelization:
         except ConfigError:
             raise
         except (ValueError, TypeError, tf.errors.OpError) as error:
+            advice = _of_receiver(error) or _elsewhere(model)
             raise ConfigError(
                 f"{model.name!r} cannot be called with slices of its variables: an activation of which each rank has a "
-                f"slice arrives where the whole is needed. {SIZES}; or cut a layer before that along its input. "
-                f"{_of_normalizations(model)}"
-                f"TensorFlow says: {error}"
+                f"slice arrives where the whole is needed. {advice}What was raised: {error}"
             ) from error
         variables = structure_of(model).by_path(model.variables)
         return follow(
@@ -233,14 +233,26 @@ class Parallelization:
 NORMALIZATIONS = (keras.layers.BatchNormalization, keras.layers.LayerNormalization, keras.layers.GroupNormalization)
 
 
-def _of_normalizations(model: Any) -> str:
-    """Return advice about layers that have numbers for all features."""
-    found = [layer for layer in flatten_layers(model) if isinstance(layer, NORMALIZATIONS)]
-    if not found:
+def _of_receiver(error: Exception) -> str:
+    """Return advice on the layer that refuses its input by an error of Keras; empty if it is another error."""
+    match = re.search(r"""of layer ['"]([^'"]+)['"] is incompatible""", str(error))
+    if match is None:
         return ""
     return (
-        f"{described(found[0])} has a scale for each of all features: a Dense layer or convolution whose output it "
-        "normalizes stays whole. "
+        f"It arrives at {match[1]!r}: cut that along its input, by '{match[1]}/kernel': ('tp', None), or leave the "
+        "layer before it whole. "
+    )
+
+
+def _elsewhere(model: Any) -> str:
+    """Return advice where the layer is not known, also about layers that have numbers for all features."""
+    advice = f"{SIZES}; or cut a layer before that along its input. "
+    found = [layer for layer in flatten_layers(model) if isinstance(layer, NORMALIZATIONS)]
+    if not found:
+        return advice
+    return (
+        f"{advice}{described(found[0])} has a scale for each of all features: a Dense layer or convolution whose "
+        "output it normalizes stays whole. "
     )
 
 

@@ -814,6 +814,13 @@ class AppliesTwice(keras.Model):
 
 
 @pytest.mark.usefixtures("session")
+def test_a_layer_that_is_given_a_slice_of_its_input_is_named():
+    both = {"up/kernel": (None, "tp"), "down/kernel": (None, "tp")}
+    refused(
+        between(lambda x: x), both, r"It arrives at 'down': cut that along its input, by 'down/kernel': \('tp', None\)"
+    )
+
+
 def test_what_a_split_model_cannot_do_yet_is_refused():
     def build():
         inputs = keras.Input((LENGTH, WIDTH))
