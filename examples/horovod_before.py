@@ -1,4 +1,7 @@
-"""A Keras script as Horovod's users have it. On Keras 3 it runs, and its ranks train apart: see horovod_after.py."""
+"""A Keras script as Horovod's users have it; horovod_after.py differs by an import.
+
+On Keras 3 its learning-rate callback fails, and without it the ranks train apart.
+"""
 
 import keras
 import tensorflow as tf

@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
             if error.name not in ("libcst", "nbformat"):
                 raise
             raise UserError(
-                f"--script needs {error.name}, which is not installed: pip install hvdtrain[migrate]"
+                f"--script needs {error.name}, which is not installed: pip install 'hvdtrain[migrate]'"
             ) from None
         return read_scripts(options.script, write_changes=options.write, show_all=options.all)
     for option in ("write", "all"):

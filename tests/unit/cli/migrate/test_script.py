@@ -331,7 +331,7 @@ def test_the_extra_is_named_where_its_libraries_are_missing(library):
     job = subprocess.run(command, capture_output=True, text=True)
     assert job.returncode == 2
     assert job.stderr.endswith(
-        f"error: --script needs {library}, which is not installed: pip install hvdtrain[migrate]\n"
+        f"error: --script needs {library}, which is not installed: pip install 'hvdtrain[migrate]'\n"
     )
 
 
