@@ -152,8 +152,7 @@ def _as(octets, value):
     return tf.reshape(tf.bitcast(tf.reshape(octets, [-1, value.dtype.size]), value.dtype), value.shape)
 
 
-def test_one_process_is_told_that_the_option_does_nothing(capsys):
-    hvdtrain.init()
+def test_one_process_is_told_that_the_option_does_nothing(session, capsys):
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     x = np.ones((8, 2), "float32")
     for options, notes in (({}, 0), ({"desync_every": 7}, 1)):
