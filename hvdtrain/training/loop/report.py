@@ -25,7 +25,7 @@ class FitResult:
     epochs: int
     """Completed passes over the data, the last one possibly cut short."""
     train_loss: float | None
-    """Mean loss over the last epoch, None if none was trained; for a model's own `train_step`, the `loss` that it
+    """Mean loss over the last epoch, NaN if none was trained; for a model's own `train_step`, the `loss` that it
     returned, if any.
     """
     evaluations: list[EvaluationRecord]
@@ -60,7 +60,7 @@ class TrainingReport:
         self._clock = clock
         self._observers = observers
         self._evaluations: list[EvaluationRecord] = []
-        self._epoch_loss: float | None = None
+        self._epoch_loss: float | None = float("nan")
         self._history: dict[str, list[Any]] = {}
         self._epochs: list[int] = []
 
