@@ -28,6 +28,7 @@ jsrun in an LSF job. Only the command goes to standard output, and the reasons f
 
 
 OF_SCHEDULERS = ("srun", "jsrun")
+"""Launchers that no environment of Python brings."""
 
 
 class Host(NamedTuple):

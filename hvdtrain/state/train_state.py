@@ -43,7 +43,7 @@ LAYERS = "layers/"
 RULE = "rule/"
 """Path prefix of what an update rule holds beside the optimizer's state."""
 OPTIONAL = (EXTRA, LAYERS, RULE)
-"""What a checkpoint need not have."""
+"""Path prefixes of tensors that a checkpoint need not have."""
 _MASK = 0xFFFFFFFF
 """32 bits of a seed generator's key and counter."""
 _SPREAD = 0x9E3779B1

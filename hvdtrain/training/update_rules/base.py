@@ -94,7 +94,7 @@ class UpdateRule:
         """Copy weights that user code changed into the rule's own copies."""
 
     def load_extras(self, tensors: Mapping[str, np.ndarray]) -> None:
-        """Load what a checkpoint has below `RULE`: nothing if another rule has written it."""
+        """Load the tensors that a checkpoint has below `RULE`: none if another rule has written it."""
 
     def on_state_loaded(self) -> None:
         """Called after the state was restored or broadcast."""
