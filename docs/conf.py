@@ -28,7 +28,7 @@ CONTENTS = {
     "Start": "docs/install docs/gpu examples/README",
     "Your own model": "docs/trainer docs/own_loops docs/migration docs/keras_support",
     "Data": "docs/data",
-    "Many hosts": "docs/clusters docs/backends docs/update_rules",
+    "Many hosts": "docs/clusters docs/backends docs/update_rules docs/asynchronous",
     "Large models": (
         "docs/parallel docs/zero docs/tensor_parallel docs/pipeline_parallel docs/context_parallel docs/experts"
     ),

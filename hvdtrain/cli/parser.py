@@ -374,7 +374,7 @@ TITLES = {
 """The groups of options, by section of the configuration."""
 COMMON = (
     *("--model", "--data", "--data-args", "--batch", "--epochs", "--learning-rate", "--optimizer"),
-    *("--accumulate", "--precision"),
+    "--precision",
 )
 """Options that the first screen explains."""
 

@@ -23,13 +23,12 @@ from hvdtrain.runtime.session import Session
 if TYPE_CHECKING:
     from hvdtrain.training.elastic import Commits
 
-FREE_ON_RESUME = ("checkpoint", "elastic", "observability", "pipeline", "runtime")
+FREE_ON_RESUME = ("checkpoint", "elastic", "observability", "pipeline", "runtime", "update")
 """Sections that may change on resume; of others only the options below and the location of the data."""
 FREE_OPTIONS = {
     "training": ("epochs", "max_steps", "accumulate", "jit", "recompute"),
     "data": ("on_bad_record", "cache", "data_threads", "data_memory_mb"),
     "model": ("embedding_sharding", "sequence_parallel"),
-    "update": ("zero", "zero_prefetch"),
 }
 """By section: the length of the run, how samples are read, and what each rank holds and computes at a time."""
 PLACES = ("path", "validation_path")

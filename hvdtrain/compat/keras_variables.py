@@ -271,6 +271,29 @@ def set_decayed(optimizer: Any, variable: Any, decayed: bool) -> None:
         raise unlike("keras", set_decayed, "Optimizer._use_weight_decay looks into _exclude_from_weight_decay_cache")
 
 
+@contextmanager
+def updating_at(optimizer: Any, count: Any, rate: Any, *, updates_per_step: int = 1) -> Iterator[None]:
+    """Count an optimizer's updates in the Keras variable `count`, at the learning rate `rate`, inside the context.
+
+    An EMA of weights remembers as many steps as before, of `updates_per_step` updates each. Assumes that
+    `Optimizer._iterations` and `_get_current_learning_rate` give them.
+    """
+    own = vars(optimizer)
+    changed = {"_iterations": count, "_get_current_learning_rate": lambda: rate}
+    if optimizer.use_ema:
+        changed["ema_momentum"] = optimizer.ema_momentum ** (1 / updates_per_step)
+        if optimizer.ema_overwrite_frequency:
+            changed["ema_overwrite_frequency"] = optimizer.ema_overwrite_frequency * updates_per_step
+    before = {name: own[name] for name in changed if name in own}
+    own.update(changed)
+    try:
+        yield
+    finally:
+        for name in changed:
+            del own[name]
+        own.update(before)
+
+
 class OptimizerWithOwnDecay(keras.optimizers.Optimizer):
     """Keras optimizer whose update includes the weight decay.
 

@@ -107,13 +107,22 @@ class Facts:
     """A trainable variable of several pipeline stages."""
     whole_optimizer: str | None = fact("optimizers that look at whole variables", "{}, which looks at whole variables")
     """An optimizer, or its argument, that needs full variables."""
-    global_clipnorm: str | None = fact("the optimizer's own global_clipnorm")
+    global_clipnorm: str | None = fact(
+        "the optimizer's own global_clipnorm",
+        "{}",
+        excludes(
+            "update=async",
+            why="each server would clip by the norm of its own variables",
+            instead=f"use {opt('clip_norm')}, which takes the norm over all of them",
+        ),
+    )
     """An optimizer that clips by its own global norm."""
     loss_scale: str | None = fact(
         "dynamic loss scaling (mixed_float16)",
         "{}, which scales the loss dynamically",
         excludes(
             "local_steps",
+            "update=async",
             "backend=parameter_server",
             why="each worker would have a scale of its own",
             instead=f"use {opt('precision', 'mixed_bfloat16')}",

@@ -72,6 +72,8 @@ class ClippingConfig:
     """Bound on the absolute value of each gradient element."""
 
 
+UpdateName = Literal["all_reduce", "local", "async"]
+CompensationName = Literal["none", "rate", "dc_asgd", "adaptive"]
 ZeroStage = Literal[0, 1, 2, 3]
 OuterName = Literal["average", "slowmo", "diloco"]
 WHOLE = excludes("tp", why="each rank holds slices of weights")
@@ -81,6 +83,53 @@ WHOLE = excludes("tp", why="each rank holds slices of weights")
 class UpdateConfig:
     """How gradients become new weights; by default all-reduce and the same update everywhere."""
 
+    update: UpdateName = option(
+        "all_reduce",
+        NOT_ON_STRATEGIES,
+        BETWEEN_REPLICAS,
+        needs("local_steps", when="local", instead="add the steps between two averages"),
+        needs("controller=mpi", when="async", instead="start with mpirun, or horovodrun --mpi"),
+        excludes("zero", why="it is an update rule of its own"),
+        excludes("local_steps", when="async", why="it is an update rule of its own"),
+        excludes(
+            *("reduce_op", "compression", "gradient_groups", "predivide", "sparse_gradients"),
+            when="async",
+            why="gradients are not reduced",
+        ),
+        excludes("sync_batch_norm", "sync_layer", when="async", why="workers go on at their own pace"),
+        excludes("on_bad_step", "spike_threshold", when="async", why="workers cannot agree on skipped steps"),
+        excludes("desync_every", when="async", why="workers differ until they pull again"),
+        excludes(
+            *("pp", "cp", "tp", "experts", "exchanging_layer"),
+            when="async",
+            why="each worker computes a gradient by itself",
+        ),
+        excludes("repeated_step", when="async", why="it has no effect there"),
+        excludes("elastic", when="async", why="ranks must stay"),
+    )
+    """Update rule: all_reduce; local steps, with --local-steps; or async: workers push gradients to servers, which all
+    ranks are, and wait for nobody.
+    """
+    max_staleness: int | None = option(None, "[0, inf)", BETWEEN_REPLICAS, applies_to("update=async"))
+    """With --update async: steps that the fastest worker may be ahead of the slowest; 0: synchronous; None: any."""
+    compensation: CompensationName = option(
+        "none", BETWEEN_REPLICAS, applies_to("update=async"), excludes("max_staleness=0", why="nothing is stale")
+    )
+    """With --update async: divide the rate by the staleness, or correct gradients by DC-ASGD, also with an adaptive
+    strength.
+    """
+    compensation_strength: float | None = option(
+        None, "[0, inf)", BETWEEN_REPLICAS, applies_to("compensation=dc_asgd|adaptive")
+    )
+    """Strength lambda of DC-ASGD; None: 0.04, or 2 if adaptive."""
+    pull_ahead: bool = option(
+        False, BETWEEN_REPLICAS, applies_to("update=async"), excludes("max_staleness=0", why="nothing may be stale")
+    )
+    """With --update async: pull the next parameters during the step, which makes them staler by one."""
+    record: str | None = option(None, BETWEEN_REPLICAS, applies_to("update=async"))
+    """With --update async: write the order of updates to this file (JSON)."""
+    replay: str | None = option(None, BETWEEN_REPLICAS, applies_to("update=async"))
+    """With --update async: repeat the order of updates of a recorded run."""
     zero: ZeroStage = option(
         0,
         BETWEEN_REPLICAS,

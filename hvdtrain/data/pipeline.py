@@ -190,6 +190,18 @@ class SourceTraining:
             return next(self.batches(0))  # which names the sample
         return self._batch_of(elements, has_samples, samples)
 
+    def slice_at(self, step: int, index: int) -> Batch:
+        """Return slice `index` of the batch of `step`, this replica's or another's."""
+        epoch, within = divmod(step, self.order.steps_per_epoch)
+        samples = self.batch if within < self.order.full_batches else self.order.rest
+        begin, end, has_samples = slice_bounds(samples, index, self._size)
+        numbers = self.order.slice_numbers(epoch, within, 1, samples, index, self._size)[0]
+        elements = with_static_shapes(self.source, self.source.gather(numbers))
+        if self.read_options.augment is not None:
+            draws = Draws(seed=self.order.seed, step=tf.constant(step, tf.int64), samples=samples, begin=begin, end=end)
+            elements = self.read_options.augment(elements, draws)
+        return self._batch_of(self.read_options.finished(elements), has_samples, samples)
+
     def _batch_of(self, elements: Any, has_samples: float, samples: int) -> Batch:
         return as_batch(packed(elements), has_samples, samples, finite=self.source.finite or None)
 

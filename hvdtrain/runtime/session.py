@@ -5,7 +5,7 @@ import math
 import os
 import socket
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +58,8 @@ class Session:
     """Whether this rank has left the job."""
     exchanges: bool = False
     """Whether a trainer, tape, optimizer or collective has asked for the ranks."""
+    threads: list[Callable[[], None]] = field(default_factory=list)
+    """Stop threads that receive messages of other ranks."""
 
     @property
     def environment(self) -> Environment:
@@ -120,6 +122,8 @@ class Session:
         """
         if self.world.collectives:
             leave_together(self.link.control, remark=remark)
+            for stop in self.threads:
+                stop()
             self.world.close()  # Horovod writes the rest of its timeline
         elif self.strategy is not None:
             # The server that each worker of a strategy runs ends with its process.

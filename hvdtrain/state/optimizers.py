@@ -6,7 +6,13 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from hvdtrain.compat.keras_variables import OPTIMIZER_BOOKKEEPING, average_of, forget_slots, trained_variables
+from hvdtrain.compat.keras_variables import (
+    OPTIMIZER_BOOKKEEPING,
+    average_of,
+    forget_slots,
+    rate_or_schedule,
+    trained_variables,
+)
 from hvdtrain.optim.averaging import innermost
 from hvdtrain.state.named_tensors import NamedTensor, placed_tensor
 from hvdtrain.state.structure import Structure, children
@@ -54,6 +60,13 @@ def rate_of(optimizer: Any) -> tf.Tensor:
     """Return an optimizer's learning rate of now; of a MultiOptimizer, that of its first."""
     several = getattr(optimizer, "optimizers", None)
     return tf.convert_to_tensor((several[0] if several else optimizer).learning_rate)
+
+
+def rate_at(optimizer: Any, step: tf.Tensor) -> tf.Tensor:
+    """Return an optimizer's learning rate in `step`, from 0, by its schedule; without one that of now."""
+    kept = rate_or_schedule(optimizer)
+    scheduled = isinstance(kept, keras.optimizers.schedules.LearningRateSchedule)
+    return tf.convert_to_tensor(kept(step)) if scheduled else rate_of(optimizer)
 
 
 def slot_tensors(optimizer: Any, variables: Sequence[Any], paths: Sequence[str]) -> dict[str, Slot]:

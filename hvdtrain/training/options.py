@@ -14,6 +14,7 @@ from hvdtrain.config.training import (
     BadStepConfig,
     BadStepName,
     ClippingConfig,
+    CompensationName,
     CompressionName,
     DesyncConfig,
     ExchangeConfig,
@@ -23,6 +24,7 @@ from hvdtrain.config.training import (
     SparseName,
     StepConfig,
     UpdateConfig,
+    UpdateName,
     ZeroStage,
 )
 from hvdtrain.gradients.reduction import ReductionOptions
@@ -75,6 +77,13 @@ class TrainerOptions(TypedDict, total=False):
     sparse_gradients: SparseName
     gradient_groups: int
     predivide: float
+    update: UpdateName
+    max_staleness: int | None
+    compensation: CompensationName
+    compensation_strength: float | None
+    pull_ahead: bool
+    record: str | None
+    replay: str | None
     zero: ZeroStage
     zero_prefetch: int
     local_steps: int | None

@@ -1,4 +1,4 @@
-"""`--zero` and `--local-steps` as a user types them: trained, resumed on other numbers of ranks, evaluated."""
+"""`--zero`, `--local-steps` and `--update` as a user types them: trained, resumed on other ranks, evaluated."""
 
 import json
 
@@ -45,3 +45,32 @@ def test_local_steps_end_with_one_model_on_all_ranks(tmp_path):
     hvdtrain("none", 1, "evaluate", "run", cwd=tmp_path)
     evaluated = json.loads((tmp_path / "run" / "evaluation.json").read_text())
     assert evaluated["val_loss"] == pytest.approx(summary["val_loss"], rel=1e-5)
+
+
+def test_an_asynchronous_run_tells_its_staleness_and_goes_on_under_another_rule(tmp_path):
+    printed = hvdtrain("mpirun", 2, *DIGITS, "run", "--update", "async", cwd=tmp_path).text
+    summary = summary_of(tmp_path / "run")
+    assert "staleness, in updates: median " in printed
+    assert sum(summary["slices"]) == 2 * summary["steps"]
+    assert sum(summary["staleness"].values()) == 2 * 2 * summary["steps"]  # two servers
+    assert summary["val_accuracy"] > 0.85
+    hvdtrain("gloo", 2, "--resume", "run", "--epochs", "3", "--update", "all_reduce", cwd=tmp_path)
+    after = summary_of(tmp_path / "run")
+    assert after["epochs"] == 3
+    assert "staleness" not in after
+    assert after["val_accuracy"] > 0.85
+
+
+def test_a_recorded_order_is_repeated(tmp_path):
+    options = [*DIGITS[:-1], "--max-steps", "9", "--update", "async"]
+    hvdtrain("mpirun", 2, *options, "--record", "order.json", "--run-dir", "first", cwd=tmp_path)
+    servers = json.loads((tmp_path / "order.json").read_text())
+    assert [sum(kind == 0 for kind, _ in events) for events in servers] == [18] * 2
+    hvdtrain("mpirun", 2, *options, "--replay", "order.json", "--run-dir", "again", cwd=tmp_path)
+    first, again = (summary_of(tmp_path / run) for run in ("first", "again"))
+    assert first["parameter_hash"] == again["parameter_hash"]
+
+
+def test_asynchronous_training_needs_mpi(tmp_path):
+    refused = hvdtrain("gloo", 2, *DIGITS, "run", "--update", "async", cwd=tmp_path, code=2)
+    assert "--update async needs MPI: start with mpirun, or horovodrun --mpi" in refused.text

@@ -161,6 +161,7 @@ class TrainingLoop:
         measured: when a step is measured and waited for; other steps run asynchronously.
         activity: the loop's current activity, for the hang watchdog.
         stopping: agrees on the step after which a signal stops all ranks; None: never.
+        measures_few: whether all of a few steps are measured; not where a measured step waits for others.
     """
 
     def __init__(
@@ -175,6 +176,7 @@ class TrainingLoop:
         epoch_offset: int = 0,
         activity: Activity | None = None,
         stopping: StopAgreement | None = None,
+        measures_few: bool = True,
     ) -> None:
         self._backend = backend
         self._state = state
@@ -183,9 +185,8 @@ class TrainingLoop:
         self._total = total_steps
         self._epoch_offset = epoch_offset
         self._measured = measured
-        # An asynchronous step that is measured waits for the others.
         few = total_steps - state.scalars.step <= FEW_STEPS
-        self._always_measures = few and not backend.capabilities.asynchronous
+        self._always_measures = few and measures_few
         self._activity = activity or Activity()
         self._stopping = stopping
         self._first = state.scalars.step + 1

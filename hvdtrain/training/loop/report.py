@@ -49,6 +49,10 @@ class FitResult:
     """Numbers of bad steps, including those before a resume: `non_finite`, `spikes`, and the first and last discarded
     step of each rollback; None without a policy (`on_bad_step`, `spike_threshold`).
     """
+    staleness: Mapping[int, int] | None = None
+    """With `update="async"`, the updates of all servers by their staleness: others applied since the pull."""
+    slices: list[int] | None = None
+    """With `update="async"`, the slices of batches that each rank has trained on."""
 
 
 class TrainingReport:
@@ -113,6 +117,7 @@ class TrainingReport:
         history: Any = None,
         guarded: bool = False,
         slowest: SlowRank | None = None,
+        of_rule: Mapping[str, Any] | None = None,
     ) -> FitResult:
         """Return the result of the training.
 
@@ -134,6 +139,8 @@ class TrainingReport:
             skipped=self._monitor.skipped,
             slowest_rank=slowest,
             bad_steps=counts if guarded else None,
+            staleness=(of_rule or {}).get("staleness"),
+            slices=(of_rule or {}).get("slices"),
         )
 
 
@@ -150,6 +157,7 @@ def summary_of(result: FitResult) -> dict[str, Any]:
         "wall_seconds": result.wall_seconds,
         **({} if result.slowest_rank is None else {"slowest_rank": result.slowest_rank.as_dict()}),
         **({} if result.bad_steps is None else {"bad_steps": dict(result.bad_steps)}),
+        **({} if result.staleness is None else {"staleness": dict(result.staleness), "slices": result.slices}),
     }
     if last is not None:
         figures.update({f"val_{name}": value for name, value in with_loss(last).items()})

@@ -95,7 +95,7 @@ class StandardTraining:
         self._plan = plan
         self._activity = activity_of_rank()
         begin_best(plan.best, scalars, factory.metric_names(), validated=validation is not None)
-        self._step = factory.train_step(state, rule, data.batch)
+        self._step, paced = rule.paced(factory.train_step(state, rule, data.batch), data, state)
         self._actions = actions
         self._observers = observers
         self._validation = validation
@@ -115,12 +115,13 @@ class StandardTraining:
             backend,
             state,
             self._step,
-            data,
+            paced,
             total_steps=plan.total_steps,
             measured=measured,
             epoch_offset=plan.epoch_offset,
             activity=self._activity,
             stopping=stopping,
+            measures_few=not (backend.capabilities.asynchronous or rule.waits_when_measured),
         )
         self._stopping = stopping
         self._saves = None
@@ -205,6 +206,7 @@ class StandardTraining:
             history=history,
             guarded=self._rule.guard is not None,
             slowest=self._slowest_rank(),
+            of_rule=self._rule.figures,
         )
 
     def _slowest_rank(self) -> SlowRank | None:

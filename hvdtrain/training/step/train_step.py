@@ -156,6 +156,7 @@ class ReplicaStep(EpochMetrics):
         return recent | routing_metrics(self._expert_layers, self._figures), so_far
 
     def _reported(self, result: StepResult) -> StepResult:
+        self._rule.end_step()
         return result._replace(totals=self._rule.reported(result.totals))
 
     def _specialize(self, parts: tuple[Any, ...], share: list[Any], measure: bool) -> Callable[..., StepResult]:

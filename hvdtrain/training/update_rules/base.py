@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
+from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.gradients.reduction import Gradient
 from hvdtrain.optim.averaging import averaged_weights, averages_weights
 from hvdtrain.optim.precision import has_dynamic_scale, loss_scale_of
@@ -16,7 +17,7 @@ from hvdtrain.state.optimizers import extend_optimizer, replicated_slots
 from hvdtrain.state.structure import structure_of
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.options import StepOptions
-from hvdtrain.training.step.contract import LocalGradients, Parameters, Totals
+from hvdtrain.training.step.contract import CompiledStep, LocalGradients, Parameters, Totals
 from hvdtrain.training.step.finite import zero_if_finite
 from hvdtrain.training.step.guard import StepGuard
 
@@ -43,6 +44,10 @@ class UpdateRule:
     """Skips the update of a bad step; None: all updates are applied."""
     weights_agree = True
     """Whether all replicas hold the same weights after each step."""
+    figures: Mapping[str, Any] = {}
+    """What the rule has counted in the last training, for its summary."""
+    waits_when_measured = False
+    """Whether replicas that go on at their own pace wait for one another in a measured step."""
 
     @classmethod
     def variant(cls, options: StepOptions) -> "type[UpdateRule]":
@@ -79,6 +84,13 @@ class UpdateRule:
 
     def begin_step(self) -> None:
         """Prepare for a step, before the compiled function is called."""
+
+    def end_step(self) -> None:
+        """Complete a step, after the compiled function was called."""
+
+    def paced(self, step: CompiledStep, data: TrainingData, state: TrainState) -> tuple[CompiledStep, TrainingData]:
+        """Return the step and the data of a training, which decide what this replica trains on, and when."""
+        return step, data
 
     def named_tensors(self) -> dict[str, NamedTensor]:
         """Return optimizer state and own tensors by path, with their shards."""

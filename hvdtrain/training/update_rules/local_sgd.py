@@ -55,7 +55,7 @@ class LocalUpdate(UpdateRule):
         self._weight = tf.Variable(0.0, trainable=False, dtype=tf.float64, name="local_weight")
         """Weight of this replica's samples since the last average."""
         self._steps = tf.Variable(0, trainable=False, dtype=tf.int64, name="local_steps")
-        self._unread = _LocalTotals(backend)
+        self._unread = LocalTotals(backend)
 
     def follow_model(self, *, training: bool = True) -> None:
         """Also update the tensors to average."""
@@ -83,7 +83,7 @@ class LocalUpdate(UpdateRule):
         """Apply this replica's mean gradient; average the weights every `local_steps` steps."""
         factor = tf.math.divide_no_nan(tf.cast(local.expected_weight, tf.float64), tf.cast(local.totals[1], tf.float64))
         whole = self._split.summed(local.gradients, self._paths)
-        own = [scaled(_unique_rows(gradient), factor) for gradient in whole]
+        own = [scaled(unique_rows(gradient), factor) for gradient in whole]
         own = self._split.replicated.agreed(own, self._paths, measure=False)
         early = tf.constant(False)
         if self._after:
@@ -172,8 +172,8 @@ class LocalUpdate(UpdateRule):
         return tf.constant(True)
 
 
-class _LocalTotals:
-    """Local totals, reduced in one exchange when one is read.
+class LocalTotals:
+    """Local totals [3] of steps, reduced in one exchange when one is read.
 
     Every replica reads at the same steps, as the loop does.
     """
@@ -186,12 +186,14 @@ class _LocalTotals:
             input_signature=[tf.TensorSpec([None, 3], tf.float32)],
         )
 
-    def add(self, totals: tf.Tensor) -> "_Row":
+    def add(self, totals: tf.Tensor) -> Totals:
+        """Return the totals of a step over all replicas, to be read later."""
         row = _Row(self, totals)
         self._waiting.append(row)
         return row
 
     def reduce(self) -> None:
+        """Reduce all that are waiting. Collective."""
         waiting, self._waiting = self._waiting, []
         sums = self._sum(tf.stack([tf.cast(row.local, tf.float32) for row in waiting])).numpy()
         for row, values in zip(waiting, sums, strict=True):
@@ -201,7 +203,7 @@ class _LocalTotals:
 class _Row:
     """Totals of one step."""
 
-    def __init__(self, unread: _LocalTotals, local: tf.Tensor) -> None:
+    def __init__(self, unread: LocalTotals, local: tf.Tensor) -> None:
         self._unread = unread
         self.local = local
         self.values: np.ndarray | None = None
@@ -212,6 +214,6 @@ class _Row:
         return self.values
 
 
-def _unique_rows(gradient: Gradient) -> Gradient:
+def unique_rows(gradient: Gradient) -> Gradient:
     """Sum sparse rows with the same index: Keras' adaptive optimizers are wrong on duplicates."""
     return sum_duplicates(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient

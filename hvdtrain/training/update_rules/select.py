@@ -12,13 +12,15 @@ RULES = {
     DEFAULT: "hvdtrain.training.update_rules.all_reduce:AllReduceUpdate",
     "zero": "hvdtrain.training.update_rules.zero.stage1:ZeroUpdate",
     "local_steps": "hvdtrain.training.update_rules.local_sgd:LocalUpdate",
+    "local": "hvdtrain.training.update_rules.local_sgd:LocalUpdate",
+    "async": "hvdtrain.training.update_rules.servers.rule:AsyncUpdate",
 }
-"""Option of `UpdateConfig` -> rule, imported only when selected."""
+"""Option of `UpdateConfig`, or value of `update`, -> rule, imported only when selected."""
 
 
 def chosen_rule(options: StepOptions) -> str:
     """Return the name of the rule selected by `options`."""
-    chosen = options.chosen()
+    chosen = {options.update, *options.chosen()} - {DEFAULT}
     return next((option for option in RULES if option in chosen), DEFAULT)
 
 

@@ -237,6 +237,20 @@ def decays_as_told():
     assert mine.numpy().tolist() == [1.0, 2.0]
 
 
+@CONTRACTS.of(compat.updating_at)
+def updates_by_another_count_and_rate():
+    optimizer, trained = built(keras.optimizers.Adam, learning_rate=0.5, use_ema=True, ema_momentum=0.5)
+    count = keras.Variable(0, dtype="int64")
+    with compat.updating_at(optimizer, count, tf.constant(0.25), updates_per_step=2):
+        assert optimizer.ema_momentum == 0.5**0.5
+        for _ in range(2):
+            optimizer.apply([tf.constant([1.0, -1.0])], [trained])
+    assert (int(count), int(optimizer.iterations)) == (2, 0)
+    np.testing.assert_allclose(trained, [0.5, 2.5], rtol=1e-4)  # Adam's first steps are as long as the rate
+    assert float(optimizer.learning_rate) == 0.5
+    assert optimizer.ema_momentum == 0.5
+
+
 @CONTRACTS.of(compat.OptimizerWithOwnDecay)
 def decays_by_itself():
     class Still(compat.OptimizerWithOwnDecay):

@@ -119,6 +119,18 @@ OTHERS = [
             outer_momentum=0.25,
         ),
     ),
+    Config(
+        "digits",
+        update=UpdateConfig(
+            update="async",
+            max_staleness=4,
+            compensation="adaptive",
+            compensation_strength=0.5,
+            pull_ahead=True,
+            record="order.json",
+            replay="before.json",
+        ),
+    ),
     Config("digits", runtime=RuntimeConfig(backend="mirrored", replicas=3)),
     Config("digits", runtime=RuntimeConfig(backend="multi_worker_mirrored", communication="ring")),
     Config("digits", runtime=RuntimeConfig(backend="parameter_server", parameter_servers=2)),

@@ -56,7 +56,7 @@ class ZeroUpdate(UpdateRule):
         return rule
 
     def __init__(self, backend: Backend, model: Any, optimizer: Any, options: StepOptions | None = None) -> None:
-        _refuse_slots(optimizer)
+        refuse_slots(optimizer, opt("zero"))
         self._split = SplitModel(backend, model.trainable_variables)
         path_of = structure_of(model).path
         shared = {id(v): self._split.replicas_of(v) for v in model.trainable_variables if not stays_whole(v)}
@@ -116,14 +116,8 @@ class ZeroUpdate(UpdateRule):
 
     def follow_model(self, *, training: bool = True) -> None:
         """Reject training after layers were (un)frozen. Raises ConfigError if the trained variables have changed."""
-        if not training:
-            return
-        before, now = {id(v) for v in self._variables}, {id(v) for v in self.model.trainable_variables}
-        if before != now:
-            raise ConfigError(
-                f"Layers were frozen or unfrozen since the slots were made, and {opt('zero')} keeps slices of them: "
-                f"give a new Trainer a new optimizer. Received: {len(now)} trainable variables, {len(before)} before."
-            )
+        if training:
+            refuse_frozen(self._variables, self.model, opt("zero"))
 
     def consolidate(self) -> None:
         """All-gather the EMA of the weights, if any. Collective."""
@@ -192,9 +186,20 @@ class ZeroUpdate(UpdateRule):
         return tf.reshape(shard.exchange.all_gather(mine, name=name), shard.variable.shape)
 
 
-def _refuse_slots(optimizer: Any) -> None:
+def refuse_slots(optimizer: Any, option: str) -> None:
+    """Reject an optimizer that has slots for whole variables. Raises ConfigError."""
     if optimizer.built:
         raise ConfigError(
-            f"The optimizer {innermost(optimizer).name!r} has slots for whole variables already, and {opt('zero')} "
-            "keeps slices of them: give a new optimizer, its name, or a function that builds one."
+            f"The optimizer {innermost(optimizer).name!r} has slots for whole variables already, and {option} keeps "
+            "others: give a new optimizer, its name, or a function that builds one."
+        )
+
+
+def refuse_frozen(before: Sequence[Any], model: Any, option: str) -> None:
+    """Reject training of other variables than `before`, for which slots were made. Raises ConfigError."""
+    now = model.trainable_variables
+    if {id(v) for v in before} != {id(v) for v in now}:
+        raise ConfigError(
+            f"Layers were frozen or unfrozen since the slots were made, and {option} keeps slices of them: "
+            f"give a new Trainer a new optimizer. Received: {len(now)} trainable variables, {len(before)} before."
         )

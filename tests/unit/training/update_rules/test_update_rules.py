@@ -1,5 +1,7 @@
 """Update rules in one process: which one is chosen, what it refuses, and how a variable is cut into slices."""
 
+from typing import get_args
+
 import keras
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from hvdtrain.backends.single import SingleBackend
 from hvdtrain.checkpoint.checkpointer import owned
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.run import Config
+from hvdtrain.config.training import UpdateName
 from hvdtrain.optim.optimizers import ELEMENTWISE
 from hvdtrain.runtime.placement import Placement, Ranges, place
 from hvdtrain.runtime.session import current
@@ -102,8 +105,9 @@ class SecondOfTwo:
         return [self._first(payload), payload]
 
 
-def test_every_rule_but_the_default_is_an_option_of_the_configuration():
-    assert set(RULES) - {"all_reduce"} <= set(vars(Config("any").update))
+def test_every_rule_is_an_option_of_the_configuration_or_a_value_of_update():
+    assert set(RULES) <= {*vars(Config("any").update), *get_args(UpdateName)}
+    assert set(get_args(UpdateName)) <= set(RULES)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7])

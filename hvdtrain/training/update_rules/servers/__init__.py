@@ -1,0 +1,1 @@
+"""Asynchronous training: workers push gradients to servers, which hold the parameters, at a pace of their own."""

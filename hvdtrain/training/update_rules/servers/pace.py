@@ -1,0 +1,141 @@
+"""Which slices a worker trains on, and when: one after the other, with nothing to wait for until a step is measured.
+
+Slice t of a training is that of replica t mod N in step t div N, for N replicas. Where samples can be read by their
+numbers, a worker that is free takes the next slice, whichever rank's it would be: one that is slow takes fewer.
+Elsewhere, and with a bound on the staleness, each takes its own.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from hvdtrain.data.batch import Batch
+from hvdtrain.data.order import Order
+from hvdtrain.data.pipeline import SourceTraining, TrainingData
+from hvdtrain.training.step.contract import CompiledStep, Measured, StepResult, Totals
+
+
+class Slice(NamedTuple):
+    """Some replica's slice of a global batch."""
+
+    step: int
+    """The optimizer step, from 0."""
+    draws: int
+    """Number by which layers draw random numbers."""
+    batch: Batch
+
+
+class PacedData:
+    """The slices that this worker takes: yields each step's number, from 1, with any number of them.
+
+    Args:
+        index: of this worker among `workers`.
+        take: returns the number of the next slice that nobody has taken in an era, whose first one is given; None: each
+            worker takes its own.
+    """
+
+    def __init__(self, data: TrainingData, index: int, workers: int, take: Callable[[int, int], int] | None) -> None:
+        self.steps_per_epoch = data.steps_per_epoch
+        self.pass_steps = data.pass_steps
+        self.batch = data.batch
+        self.remedy = data.remedy
+        self._data = data
+        self._index = index
+        self._workers = workers
+        self._take = take
+        self._eras = itertools.count()
+
+    def batches(self, start_step: int) -> Iterator[Any]:
+        """Yield the slices of each step, from `start_step` on."""
+        if self._take is None or not shares_slices(self._data):
+            for step, batch in enumerate(self._data.batches(start_step), start_step):
+                yield step + 1, [Slice(step, step, batch)]
+            return
+        assert isinstance(self._data, SourceTraining), "others are not shared"
+        data, take, workers, era = self._data, self._take, self._workers, next(self._eras)
+
+        def fetch(number: int | None = None) -> Slice:
+            number = take(era, (start_step + 1) * workers) if number is None else number
+            step, index = divmod(number, workers)
+            return Slice(step, number, data.slice_at(step, index))
+
+        with ThreadPoolExecutor(1, "hvdtrain-slices") as reader:
+            # Of the first step each takes its own: a server must have compiled the update that others wait for.
+            coming = [reader.submit(fetch, start_step * workers + self._index)]
+            try:
+                for step in itertools.count(start_step):
+                    yield step + 1, _until(step, coming, lambda: reader.submit(fetch))
+            finally:
+                coming[0].result()
+
+
+def _until(step: int, coming: list[Future[Slice]], fetch: Callable[[], Future[Slice]]) -> Iterator[Slice]:
+    """Yield the slices of `step`; the first one of a later step stays in `coming`."""
+    while (taken := coming[0].result()).step <= step:
+        coming[0] = fetch()  # read beside the step
+        yield taken
+
+
+def shares_slices(data: TrainingData) -> bool:
+    """Return whether any worker can read any slice."""
+    return isinstance(data, SourceTraining) and type(data.order) is Order and not data.read_options.tolerated
+
+
+class PacedStep:
+    """Trains on the slices of a step, each of which is an update; a measured step ends on all ranks together.
+
+    Args:
+        step: trains on one slice.
+        begin: called before each slice.
+        end: called after each step with its number, from 1.
+        measure: measures a step, when all ranks have come to its end. Collective.
+        total: makes totals of this replica those of all, when they are read.
+    """
+
+    def __init__(
+        self,
+        step: CompiledStep,
+        *,
+        begin: Callable[[Slice], None],
+        end: Callable[[int], None],
+        measure: Callable[[], Measured],
+        total: Callable[[tf.Tensor], Totals],
+    ) -> None:
+        self._step = step
+        self._begin = begin
+        self._end = end
+        self._measure = measure
+        self._total = total
+
+    def __call__(self, work: tuple[int, Iterable[Slice]], *, measure: bool) -> StepResult:
+        """Train on the slices; `measure` waits for the other ranks."""
+        number, slices = work
+        totals = tf.zeros([3])
+        for each in slices:
+            self._begin(each)
+            totals = totals + tf.cast(self._step(each.batch, measure=False).totals, tf.float32)
+        self._end(number)
+        return StepResult(self._total(totals), self._measure() if measure else None)
+
+    def begin_metrics(self, sums: Mapping[str, list[Any]] | None = None) -> None:
+        """Reset the epoch's metrics, or restore them."""
+        self._step.begin_metrics(sums)
+
+    def metric_sums(self) -> dict[str, list[Any]]:
+        """Return each metric's state by name, over all replicas. Collective."""
+        return self._step.metric_sums()
+
+    def recent_metrics(self) -> Mapping[str, Any]:
+        """Return the metrics since the last call in the epoch. Collective."""
+        return self._step.recent_metrics()
+
+    def metrics_so_far(self) -> Mapping[str, Any]:
+        """Return the metrics of the epoch so far. Collective."""
+        return self._step.metrics_so_far()
+
+    def epoch_metrics(self) -> Mapping[str, Any]:
+        """Return the metrics since the last call, if requested. Collective."""
+        return self._step.epoch_metrics()

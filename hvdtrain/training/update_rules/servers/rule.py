@@ -1,0 +1,422 @@
+"""Asynchronous SGD with parameter servers: pull, compute, push, and no waiting for other workers.
+
+Downpour SGD (Dean et al. 2012) and, with a bound on how far the fastest worker may be ahead of the slowest, the
+stale-synchronous protocol (Ho et al. 2013). Each rank is a worker and the server of a share of the variables, which its
+thread updates by the user's optimizer. An update moves the parameters by the learning rate times its share of the
+step's samples, so that N workers move them in N updates about as far as one synchronous step does.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import Backend, gather
+from hvdtrain.compat.keras_variables import average_of, is_decayed, rename, set_decayed
+from hvdtrain.config.errors import ConfigError, opt
+from hvdtrain.data.pipeline import TrainingData
+from hvdtrain.gradients.reduction import Gradient, scaled
+from hvdtrain.optim.averaging import has_averages, innermost, replaced_weights
+from hvdtrain.runtime.compiled import run_once
+from hvdtrain.runtime.logs import LOGGER
+from hvdtrain.runtime.messages import Messages
+from hvdtrain.runtime.session import current
+from hvdtrain.state.named_tensors import NamedTensor, replicated_tensor
+from hvdtrain.state.optimizers import Slot, rate_of, slot_tensors
+from hvdtrain.state.train_state import TrainState
+from hvdtrain.state.variables import unwrap
+from hvdtrain.training.options import StepOptions
+from hvdtrain.training.step.contract import CompiledStep, LocalGradients, Measured
+from hvdtrain.training.step.finite import zero_if_finite
+from hvdtrain.training.update_rules.base import UpdateRule
+from hvdtrain.training.update_rules.local_sgd import LocalTotals, unique_rows
+from hvdtrain.training.update_rules.servers.connection import Connection, Pulled
+from hvdtrain.training.update_rules.servers.layout import Entry, ServerLayout, owners_of
+from hvdtrain.training.update_rules.servers.pace import PacedData, PacedStep, Slice
+from hvdtrain.training.update_rules.servers.server import Event, Server
+from hvdtrain.training.update_rules.zero.stage1 import refuse_frozen, refuse_slots
+
+
+class AsyncUpdate(UpdateRule):
+    """Pushes this replica's gradients to servers and pulls parameters.
+
+    The optimizer updates copies of the variables, `masters`; each rank keeps its servers' share of them, and of the
+    slots, up to date. Clipping acts on each replica's own gradient. Raises ConfigError for an optimizer that has slots
+    already.
+    """
+
+    weights_agree = False
+    waits_when_measured = True
+
+    def __init__(self, backend: Backend, model: Any, optimizer: Any, options: StepOptions | None = None) -> None:
+        refuse_slots(optimizer, opt("update", "async"))
+        self._options = options or StepOptions()
+        self._masters = [_copy_of(variable) for variable in model.trainable_variables]
+        super().__init__(backend, model, optimizer, options)
+        variables = self._by_path()
+        sizes = {path: int(np.prod(v.shape)) * v.dtype.size for path, v in variables.items()}
+        self._owners = owners_of(sizes, backend.size)
+        self._layouts: list[ServerLayout] = []
+        self._outbox: list[_Outgoing] = []
+        self._share = tf.Variable(0.0, trainable=False, dtype=tf.float64, name="share")
+        self._weight = tf.Variable(0.0, trainable=False, dtype=tf.float64, name="weight")
+        self._norm = tf.Variable(0.0, trainable=False, dtype=tf.float64, name="norm")
+        self._messages: Messages | None = None
+        self._connection: Connection | None = None
+        self._server: Server | None = None
+        self._step = 0
+        self._consolidated = True
+        self._averages: list[tuple[Any, tf.Tensor]] = []
+        self._unread = LocalTotals(backend)
+
+    # -- a step --
+
+    def update(self, local: LocalGradients, *, measure: bool) -> tuple[tf.Tensor, tf.Tensor | None]:
+        """Keep this replica's mean gradient, to be pushed at the end of the step."""
+        weight, expected = tf.cast(local.totals[1], tf.float64), tf.cast(local.expected_weight, tf.float64)
+        factor = tf.math.divide_no_nan(expected, weight)
+        own = [scaled(unique_rows(gradient), factor) for gradient in local.gradients]
+        own, norm = self._clipped(own, tf.linalg.global_norm(own))
+        assert norm is not None, "it was given"
+        self._share.assign(tf.math.divide_no_nan(weight, expected))
+        self._weight.assign(weight)
+        self._norm.assign(tf.cast(norm, tf.float64))
+        gradients = {path: each for path, each in zip(self._paths, own, strict=True) if each is not None}
+        with tf.init_scope():
+            self._lay_out(gradients)
+        for layout, outgoing in zip(self._layouts, self._outbox, strict=True):
+            outgoing.keep(layout, gradients)
+        return local.totals, norm if measure else None
+
+    def _lay_out(self, gradients: Mapping[str, Gradient]) -> None:
+        """Decide, at the first trace, how gradients and parameters travel."""
+        sparse = {path for path, each in gradients.items() if isinstance(each, tf.IndexedSlices)}
+        if self._layouts:
+            known = {e.path: e.sparse for layout in self._layouts for e in layout.entries}
+            if known != {path: path in sparse for path in gradients}:
+                raise ConfigError(
+                    f"{opt('update', 'async')} needs the same kind of gradients in every step: one of "
+                    f"{type(self.model).__name__} is missing, or sparse, with some batches only."
+                )
+            return
+        by_rows = sparse if sparse and changes_rows_alone(self.optimizer) else set()
+        variables = self._by_path()
+        for server in range(self._backend.size):
+            entries = [
+                Entry(
+                    path,
+                    tuple(variables[path].shape),
+                    np.dtype(variables[path].dtype.as_numpy_dtype),
+                    sparse=path in sparse,
+                    by_rows=path in by_rows,
+                )
+                for path in gradients
+                if self._owners[path] == server
+            ]
+            self._layouts.append(ServerLayout(entries))
+            self._outbox.append(_Outgoing(self._layouts[-1]))
+
+    def end_step(self) -> None:
+        """Push the gradients of the step, and pull the parameters of the next."""
+        connection, server = self._connected()
+        if not server.ready:
+            server.prepare(self._layouts[self._backend.index])
+        weight, ahead = float(self._weight), self._options.pull_ahead
+        late = connection.pulled(self._layouts) if connection.asked else None
+        gradients = [outgoing.arrays() if weight else [] for outgoing in self._outbox]
+        connection.push(self._step, float(self._share), weight, gradients)
+        connection.ask(self._step + 1 + ahead)
+        pulled = late if ahead else connection.pulled(self._layouts)
+        if pulled is not None:
+            self._take_up(pulled)
+        self._step += 1
+        self._consolidated = False
+
+    def _take_up(self, pulled: Sequence[Pulled]) -> None:
+        """Set the model's variables to what was pulled."""
+        variables = self._by_path()
+        for layout, (flats, rows) in zip(self._layouts, pulled, strict=True):
+            for path, value in layout.apart(layout.whole, flats).items():
+                variables[path].assign(value)
+            for entry, (indices, values) in zip(layout.tables, rows, strict=True):
+                variables[entry.path].scatter_update(tf.IndexedSlices(values, indices))
+
+    def _by_path(self) -> dict[str, tf.Variable]:
+        return dict(zip(self._paths, map(unwrap, self._variables), strict=True))
+
+    # -- a training --
+
+    def paced(self, step: CompiledStep, data: TrainingData, state: TrainState) -> tuple[Any, Any]:
+        """Let each worker go on at its own pace. Collective."""
+        self._step = state.scalars.step
+        connection, _ = self._connected()
+        iterations = innermost(self.optimizer).iterations
+
+        def begin(piece: Slice) -> None:
+            self._step = piece.step
+            state.counter.assign(piece.draws)
+
+        def end(number: int) -> None:
+            self._consolidated = False
+            state.counter.assign(number)
+            iterations.assign(number)
+
+        shares = self._options.max_staleness is None
+        paced = PacedStep(step, begin=begin, end=end, measure=self._measure, total=self._unread.add)
+        take = connection.take_slice if shares else None
+        return paced, PacedData(data, self._backend.index, self._backend.size, take)
+
+    def finalize(self) -> None:
+        """Stop serving, and tell how stale gradients were. Collective."""
+        super().finalize()
+        self._disconnect()
+
+    def _connected(self) -> tuple[Connection, Server]:
+        """Return the connection and this rank's server; the first call is collective."""
+        if self._connection is None or self._server is None:
+            replay = _recorded(self._options.replay, self._backend) if self._options.replay else ()
+            if self._options.record:
+                _check_writable(self._options.record, self._backend)
+            session = current()
+            self._messages = Messages(session, session.load_timeout)
+            masters = dict(zip(self._paths, self._masters, strict=True))
+            self._server = Server(self._messages, masters, self.optimizer, options=self._options, replay=replay)
+            self._connection = Connection(self._messages)
+            session.threads.append(self._server.stop)
+            self._messages.check = self._server.check
+            if self._layouts:
+                self._server.prepare(self._layouts[self._backend.index])
+            self._copy_to_masters()
+            self._server.begin(self._step)
+        return self._connection, self._server
+
+    def _disconnect(self) -> None:
+        """End the server, once all ranks are done. Collective."""
+        if self._server is None or self._messages is None:
+            return
+        server = self._server
+        everyone = gather(self._backend, [list(server.staleness.items()), server.events, server.slices])
+        self._server.stop()
+        current().threads.remove(self._server.stop)
+        self._messages.close()
+        self._messages = self._connection = self._server = None
+        staleness: Counter[int] = Counter()
+        for counts, *_ in everyone:
+            staleness.update({int(updates): count for updates, count in counts})
+        self.figures = {"staleness": dict(sorted(staleness.items())), "slices": everyone[0][2]}
+        if not self._backend.primary:
+            return
+        if staleness:
+            LOGGER.info(f"staleness, in updates: {described(staleness)}. slices by rank: {everyone[0][2]}")
+        if self._options.record:
+            Path(self._options.record).write_text(json.dumps([events for _, events, _ in everyone]))
+
+    def _measure(self) -> Measured:
+        """Measure a step that all ranks have ended. Collective."""
+        self._drain()
+        optimizer = innermost(self.optimizer)
+
+        def measured() -> tuple[tf.Tensor, tf.Tensor]:
+            mine = [unwrap(master).read_value() for master in self._owned()]
+            bad = self._backend.all_reduce(zero_if_finite([*mine, tf.zeros([])]), name="async//finite")
+            return bad, self._backend.all_reduce(self._norm.read_value(), name="async//norm", op="average")
+
+        bad, norm = tf.function(lambda: self._backend.run(measured), autograph=False).get_concrete_function()()
+        return Measured(
+            learning_rate=rate_of(optimizer), grad_norm=norm, loss_scale=None, finite=tf.math.is_finite(bad)
+        )
+
+    def _drain(self) -> None:
+        """Wait for the answer to this worker's last question: then all that it pushed was applied."""
+        if self._connection is not None and self._connection.asked:
+            self._take_up(self._connection.pulled(self._layouts))
+
+    def _owned(self) -> list[Any]:
+        return [
+            master
+            for path, master in zip(self._paths, self._masters, strict=True)
+            if self._owners[path] == self._backend.index
+        ]
+
+    # -- its state --
+
+    def named_tensors(self) -> dict[str, NamedTensor]:
+        """Return the optimizer state."""
+        return {f"optimizer/{path}": replicated_tensor(slot.variable) for path, slot in self._slots().items()}
+
+    def _slots(self) -> dict[str, Slot]:
+        return slot_tensors(self.optimizer, self._masters, self._paths)
+
+    def follow_model(self, *, training: bool = True) -> None:
+        """Reject training after layers were (un)frozen. Raises ConfigError if the trained variables have changed."""
+        if training:
+            refuse_frozen(self._variables, self.model, opt("update", "async"))
+
+    def sync_from_model(self) -> None:
+        """Let the servers go on from weights that user code changed, on all ranks alike. Collective in a training."""
+        if not self._consolidated:
+            return
+        self._copy_to_masters()
+        if self._server is not None:
+            self._server.note_sync()
+            run_once(lambda: self._backend.run(lambda: self._barrier("synced")))  # before anybody pushes
+
+    def _copy_to_masters(self) -> None:
+        for master, variable in zip(self._masters, self._variables, strict=True):
+            master.assign(variable)
+
+    def on_state_loaded(self) -> None:
+        """Begin at the model's weights."""
+        self._consolidated = True
+        self.sync_from_model()
+
+    def consolidate(self) -> None:
+        """Give all ranks the servers' parameters, and averages if any. Collective."""
+        if self._consolidated or self._server is None or self._connection is None:
+            return
+        self._drain()
+        masters = dict(zip(self._paths, map(unwrap, self._masters), strict=True))
+        self._share_out(masters, self._owners)
+        for master, variable in zip(self._masters, self._variables, strict=True):
+            unwrap(variable).assign(unwrap(master))
+        self._connection.versions = gather(self._backend, self._server.version)
+        self._server.note_sync()
+        self._consolidated = True
+        if has_averages(self.optimizer):
+            self._share_slots()
+            inner = innermost(self.optimizer)
+            found = [(v, average_of(inner, master)) for v, master in zip(self._variables, self._masters, strict=True)]
+            self._averages = [(variable, average) for variable, average in found if average is not None]
+
+    def prepare_to_save(self) -> None:
+        """Give all ranks the servers' parameters and slots. Collective."""
+        self.consolidate()
+        if self._server is not None:
+            self._share_slots()
+
+    def _share_slots(self) -> None:
+        slots = {path: slot for path, slot in self._slots().items() if path != "iterations"}
+        owners = {
+            path: 0 if slot.owner is None else self._owners[self._paths[slot.owner]] for path, slot in slots.items()
+        }
+        self._share_out({path: slot.variable for path, slot in slots.items()}, owners)
+
+    def _share_out(self, variables: Mapping[str, tf.Variable], owners: Mapping[str, int]) -> None:
+        """Assign the values of their owners, once all ranks have come here. Collective."""
+
+        def share() -> None:
+            with tf.control_dependencies([self._barrier("shared")]):
+                for path, variable in variables.items():
+                    value = variable.read_value()
+                    variable.assign(self._backend.broadcast_value(value, root=owners[path], name=f"async/{path}"))
+
+        run_once(lambda: self._backend.run(share))
+
+    def _barrier(self, name: str) -> tf.Tensor:
+        return self._backend.all_reduce(tf.zeros([]), name=f"async//{name}")
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Swap in the averages of the last `consolidate`."""
+        with replaced_weights(self._averages):
+            yield
+
+    def _build_optimizer(self) -> None:
+        inner = innermost(self.optimizer)
+        self.optimizer.build(self._masters)
+        for variable, master in zip(self._variables, self._masters, strict=True):
+            set_decayed(inner, master, is_decayed(inner, variable) and is_decayed(inner, master))
+
+
+class _Outgoing:
+    """A worker's gradients for one server, from the compiled step to the messages."""
+
+    def __init__(self, layout: ServerLayout) -> None:
+        self._flats = [tf.Variable(np.zeros_like(flat), trainable=False) for flat in layout.flat_buffers(layout.dense)]
+        self._rows = [
+            (
+                tf.Variable(np.zeros(0, np.int64), shape=[None], trainable=False),
+                tf.Variable(np.zeros((0, *e.shape[1:]), e.dtype), shape=[None, *e.shape[1:]], trainable=False),
+            )
+            for e in layout.sparse
+        ]
+
+    def keep(self, layout: ServerLayout, gradients: Mapping[str, Gradient]) -> None:
+        """Keep a step's gradients, by path."""
+        for kept, flat in zip(self._flats, layout.flat(layout.dense, gradients), strict=True):
+            kept.assign(flat)
+        for entry, (indices, values) in zip(layout.sparse, self._rows, strict=True):
+            indices.assign(tf.cast(gradients[entry.path].indices, tf.int64))
+            values.assign(gradients[entry.path].values)
+
+    def arrays(self) -> list[np.ndarray]:
+        """Return them as they travel."""
+        rows = [each.numpy() for pair in self._rows for each in pair]
+        counts = [np.array([len(indices) for indices in rows[::2]])] if rows else []
+        return [*(flat.numpy() for flat in self._flats), *counts, *rows]
+
+
+def changes_rows_alone(optimizer: Any) -> bool:
+    """Return whether an update by rows of a table leaves all other rows as they were, as a trial shows.
+
+    Momentum and weight decay move every row in every update.
+    """
+    inner = innermost(optimizer)
+    trial = type(inner).from_config(inner.get_config())
+    table = keras.Variable(np.ones((4, 2), np.float32), trainable=True)
+    trial.build([table])
+    for row in (0, 1):
+        before = np.array(table)
+        trial.apply([tf.IndexedSlices(tf.ones([1, 2]), tf.constant([row]), tf.constant([4, 2]))], [table])
+        if not np.array_equal(np.delete(before, row, 0), np.delete(np.array(table), row, 0)):
+            return False
+    return True
+
+
+def described(staleness: Counter[int]) -> str:
+    """Return a histogram of staleness in words."""
+    values = np.repeat(list(staleness), list(staleness.values()))
+    median, high = np.percentile(values, [50, 95], method="lower")
+    return f"median {median}, 95 % up to {high}, at most {values.max()}"
+
+
+def _recorded(path: str, backend: Backend) -> Sequence[Event]:
+    """Return what this rank's server did in a recorded run. Raises ConfigError if it had other ranks."""
+    try:
+        servers = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{opt('replay', path)} cannot be read ({getattr(error, 'strerror', error)}).") from error
+    if len(servers) != backend.size:
+        raise ConfigError(
+            f"{opt('replay', path)} was recorded on {len(servers)} ranks. Received: {backend.size} ranks."
+        )
+    return [(kind, worker) for kind, worker in servers[backend.index]]
+
+
+def _check_writable(path: str, backend: Backend) -> None:
+    """Check, before a training whose order is to be recorded, that it can be. Raises ConfigError. Collective."""
+    problem = None
+    if backend.primary:
+        try:
+            Path(path).touch()
+        except OSError as error:
+            problem = error.strerror
+    problem = gather(backend, problem)[0]
+    if problem is not None:
+        raise ConfigError(f"{opt('record', path)} cannot be written ({problem}).")
+
+
+def _copy_of(variable: Any) -> Any:
+    """Return a variable for the optimizer, with the name by which it finds out what decays."""
+    master = keras.Variable(
+        tf.identity(unwrap(variable)), dtype=variable.dtype, trainable=True, autocast=False, name=variable.name
+    )
+    rename(master, variable.path)
+    master.constraint = variable.constraint
+    return master

@@ -1,0 +1,516 @@
+"""Asynchronous training with parameter servers, against one process that applies the same updates."""
+
+import json
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from builders import BATCH, CROSS_ENTROPY, EPOCHS, MODELS, OPTIMIZERS, SAMPLES, batches_of, per_sample
+from world import World, exact_arrays, flat_bytes, plain_training, refused, relative_error
+from worlds import worlds
+
+import hvdtrain
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.data.batch import split_bounds
+from hvdtrain.training.update_rules.servers.layout import PUSH, TICKET, owners_of
+
+FIT = {"batch": BATCH, "epochs": EPOCHS, "shuffle": False, "verbose": False}
+STEPS = -(-SAMPLES // BATCH)
+SLICES = EPOCHS * STEPS
+"""Of each rank."""
+Weights = dict[str, np.ndarray]
+Update = Callable[[str, np.ndarray, np.ndarray, np.ndarray, float], np.ndarray]
+"""Returns new values for a path, a gradient, the present values, those it was computed at, and a learning rate."""
+
+
+def trained(world: World, kind: str, optimizer: Any, **options: Any) -> Any:
+    build, data = MODELS[kind]
+    model = build("float64", world.rank)
+    trainer = hvdtrain.Trainer(model, optimizer, CROSS_ENTROPY, backend=world.backend, update="async", **options)
+    trainer.fit(data("float64"), **FIT)
+    assert world.same_everywhere(flat_bytes(trainer.model.get_weights()))
+    return trainer
+
+
+@worlds("mpirun-2")
+@worlds("mpirun-4", extended=True)
+@exact_arrays()
+def check_servers_without_staleness_are_an_all_reduce(world: World) -> None:
+    for kind, name in (("wide", "sgd"), ("wide", "adam"), ("table", "sgd"), ("table", "plain sgd")):
+        trainer = trained(world, kind, OPTIMIZERS[name](), max_staleness=0)
+        build, data = MODELS[kind]
+        expected = plain_training(build("float64", 0), OPTIMIZERS[name](), per_sample, batches_of(*data("float64")))
+        error = relative_error(trainer.model.get_weights(), expected)
+        assert error <= 1e-12, f"{kind} {name}: {error:.2e}"
+
+
+class Keras:
+    """Keras' own optimizer for each variable of a server, with corrected gradients."""
+
+    def __init__(self, make: Callable[[], Any], correct: Callable[..., np.ndarray] | None = None) -> None:
+        self._make = make
+        self._correct = correct
+        self._kept: dict[str, tuple[Any, Any]] = {}
+
+    def __call__(self, path: str, gradient: np.ndarray, now: np.ndarray, before: np.ndarray, rate: float) -> np.ndarray:
+        if path not in self._kept:
+            self._kept[path] = self._make(), keras.Variable(now, dtype="float64")
+        optimizer, variable = self._kept[path]
+        if self._correct is not None:
+            gradient = self._correct(path, gradient, now - before)
+        optimizer.learning_rate.assign(rate)
+        optimizer.apply([tf.constant(gradient)], [variable])
+        return np.array(variable)
+
+
+def dc_asgd(path: str, gradient: np.ndarray, stale: np.ndarray) -> np.ndarray:
+    return gradient + 0.3 * gradient**2 * stale
+
+
+class Adaptive:
+    """DC-ASGD with lambda_0 = 2; mean squares of a table are those of the rows that have a gradient."""
+
+    def __init__(self) -> None:
+        self._squares: Weights = {}
+
+    def __call__(self, path: str, gradient: np.ndarray, stale: np.ndarray) -> np.ndarray:
+        before = self._squares.get(path, np.zeros_like(gradient))
+        mean = 0.95 * before + 0.05 * gradient**2
+        self._squares[path] = np.where(gradient.any(-1, keepdims=True), mean, before) if gradient.ndim == 2 else mean
+        return gradient + 2.0 / np.sqrt(self._squares[path] + 1e-7) * gradient**2 * stale
+
+
+class Simulation:
+    """One process that does what servers and workers have done, in the servers' recorded order.
+
+    Args:
+        events: of each server, what it did.
+        ahead: whether parameters were pulled during the step before.
+        by_staleness: whether learning rates are divided by the staleness.
+        shared: whether a worker that was free took the next slice.
+        together: whether epochs end with the same parameters everywhere.
+        lost: the event of server 0 whose update is left out.
+        doubled: the one whose update is applied twice.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        events: list[list[tuple[int, int]]],
+        rate: float | Callable[[int], float],
+        update: Callable[[], Update],
+        *,
+        ahead: bool = False,
+        by_staleness: bool = False,
+        shared: bool = True,
+        together: bool = False,
+        lost: int | None = None,
+        doubled: int | None = None,
+    ) -> None:
+        build, data = MODELS[kind]
+        self._model, (self._x, self._y) = build("float64", 0), data("float64")
+        self._size, self._rate, self._ahead, self._by_staleness = len(events), rate, ahead, by_staleness
+        self._together, self._times = together, {lost: 0, doubled: 2}
+        self._variables = {str(place): v for place, v in enumerate(self._model.trainable_variables)}
+        self._owners = owners_of({name: v.numpy().nbytes for name, v in self._variables.items()}, self._size)
+        self._updates = [update() for _ in events]
+        self._now: Weights = {name: v.numpy() for name, v in self._variables.items()}
+        self._events = [deque((kind, worker) for kind, worker in each if kind != TICKET) for each in events]
+        tickets: dict[int, list[int]] = defaultdict(list)
+        if shared:
+            for number, worker in enumerate([*range(self._size), *(w for kind, w in events[0] if kind == TICKET)]):
+                tickets[worker].append(number)  # of the first step each takes its own
+        else:
+            tickets |= {worker: list(range(worker, SLICES * self._size, self._size)) for worker in range(self._size)}
+        self._tickets = {w: deque(t for t in found if t < SLICES * self._size) for w, found in tickets.items()}
+        self._compiled = tf.function(self._gradients_of, autograph=False, reduce_retracing=True)
+
+    def run(self) -> Weights:
+        size = self._size
+        held = [dict(self._now) for _ in range(size)]
+        versions = [[0] * size for _ in range(size)]  # [worker][server]
+        computed: list[Any] = [None] * size
+        pushed = [[0] * size for _ in range(size)]  # [worker][server]: pushes that a server has taken
+        epochs, version, done = [0] * size, [0] * size, [0] * size
+        ends: dict[int, Weights] = defaultdict(dict)  # parameters at the end of an epoch
+        awaited = [[0] * size for _ in range(size)]  # pulls that a worker still waits for
+
+        def ready(worker: int) -> bool:
+            """Compute the worker's next gradient, if its parameters are there."""
+            if computed[worker] is not None:
+                return True
+            if any(awaited[worker]) and not self._ahead:
+                return False
+            ticket = self._tickets[worker][0]
+            epoch = ticket // size // STEPS
+            if self._together and epoch > epochs[worker]:
+                if any(count < epoch * STEPS * size for count in done):
+                    return False
+                held[worker], epochs[worker] = dict(ends[epoch]), epoch
+                versions[worker] = [epoch * STEPS * size] * size
+            computed[worker] = (
+                ticket,
+                self._gradients(held[worker], ticket),
+                dict(held[worker]),
+                list(versions[worker]),
+            )
+            return True
+
+        lengths = list(map(len, self._events))
+        while any(self._events):
+            moved_on = False
+            for server, events in enumerate(self._events):
+                if not events:
+                    continue
+                kind, worker = events[0]
+                if kind == PUSH:
+                    if not ready(worker):
+                        continue
+                    ticket, gradients, before, seen = computed[worker]
+                    place = lengths[server] - len(events)
+                    for _ in range(self._times.get(place, 1) if server == 0 else 1):
+                        self._apply(server, ticket, gradients, before, version[server] - seen[server])
+                    version[server] += 1
+                    done[server] += 1
+                    if done[server] % (STEPS * size) == 0:
+                        mine = {path: self._now[path] for path in self._now if self._owners[path] == server}
+                        ends[done[server] // (STEPS * size)].update(mine)
+                    pushed[worker][server] += 1
+                    awaited[worker][server] += 1
+                    if len(set(pushed[worker])) == 1:
+                        self._tickets[worker].popleft()
+                        computed[worker] = None
+                else:
+                    for path in self._variables:
+                        if self._owners[path] == server:
+                            held[worker][path] = self._now[path]
+                    versions[worker][server] = version[server]
+                    awaited[worker][server] -= 1
+                events.popleft()
+                moved_on = True
+            assert moved_on, "the recorded order has a circle"
+        return self._now
+
+    def _apply(self, server: int, ticket: int, gradients: Weights, before: Weights, staleness: int) -> None:
+        begin, end = self._rows(ticket)
+        samples = min(BATCH, SAMPLES - ticket // self._size % STEPS * BATCH)
+        share = (end - begin) / samples
+        factor = share * self._size / max(1, staleness) if self._by_staleness else share
+        for path in self._variables:
+            if self._owners[path] == server:
+                rate = self._rate(ticket // self._size) if callable(self._rate) else self._rate
+                now = self._now[path]
+                self._now[path] = self._updates[server](path, gradients[path], now, before[path], rate * factor)
+
+    def _rows(self, ticket: int) -> tuple[int, int]:
+        step, index = divmod(ticket, self._size)
+        first = step % STEPS * BATCH
+        begin, end = split_bounds(min(BATCH, SAMPLES - first), index, self._size)
+        return first + begin, first + end
+
+    def _gradients(self, weights: Mapping[str, np.ndarray], ticket: int) -> Weights:
+        for path, variable in self._variables.items():
+            variable.assign(weights[path])
+        begin, end = self._rows(ticket)
+        found = self._compiled(tf.constant(self._x[begin:end]), tf.constant(self._y[begin:end]))
+        return {path: np.array(each) for path, each in zip(self._variables, found, strict=True)}
+
+    def _gradients_of(self, x: tf.Tensor, y: tf.Tensor) -> list[tf.Tensor]:
+        with tf.GradientTape() as tape:
+            mean = tf.reduce_mean(per_sample(y, self._model(x, training=True)))
+        gradients = tape.gradient(mean, [v.value for v in self._variables.values()])
+        return [tf.convert_to_tensor(each) for each in gradients]
+
+
+def recorded(path: Path) -> list[list[tuple[int, int]]]:
+    return [[(kind, worker) for kind, worker in events] for events in json.loads(path.read_text())]
+
+
+RATE = 0.1
+
+
+@worlds("mpirun-2")
+@worlds("mpirun-4", extended=True)
+@exact_arrays()
+def check_asynchronous_updates_are_those_of_a_simulation(world: World) -> None:
+    momentum, plain = OPTIMIZERS["sgd"], OPTIMIZERS["plain sgd"]
+    cases: list[tuple[str, Any, dict[str, Any], float, Callable[[], Update], dict[str, Any]]] = [
+        ("wide", momentum, {}, RATE, lambda: Keras(momentum), {}),
+        ("wide", OPTIMIZERS["adam"], {}, 0.01, lambda: Keras(OPTIMIZERS["adam"]), {}),
+        ("table", plain, {}, RATE, lambda: Keras(plain), {}),
+        ("table", momentum, {"compensation": "adaptive"}, RATE, lambda: Keras(momentum, Adaptive()), {}),
+        ("wide", plain, {"compensation": "rate"}, RATE, lambda: Keras(plain), {"by_staleness": True}),
+        (
+            "wide",
+            momentum,
+            {"compensation": "dc_asgd", "compensation_strength": 0.3},
+            RATE,
+            lambda: Keras(momentum, dc_asgd),
+            {},
+        ),
+        ("wide", momentum, {"max_staleness": 2}, RATE, lambda: Keras(momentum), {"shared": False}),
+    ]
+    for number, (kind, optimizer, options, rate, update, more) in enumerate(cases):
+        file = world.folder / f"order-{number}.json"
+        trainer = trained(world, kind, optimizer(), record=str(file), **options)
+        world.gather(b"")  # the file is there
+        found = trainer.model.get_weights()
+        expected = Simulation(kind, recorded(file), rate, update, **more).run()
+        error = relative_error(found, list(expected.values()))
+        assert error <= 1e-9, f"{number}: {kind} {options}: {error:.2e}"
+
+
+@worlds("mpirun-2")
+@worlds("mpirun-4", extended=True)
+@exact_arrays()
+def check_a_recorded_order_is_repeated_bit_by_bit(world: World) -> None:
+    file, again = world.folder / "order.json", world.folder / "again.json"
+    for options in ({}, {"pull_ahead": True}, {"max_staleness": 1}):
+        trainer = trained(world, "table", OPTIMIZERS["adam"](), record=str(file), **options)
+        world.gather(b"")
+        second = trained(world, "table", OPTIMIZERS["adam"](), replay=str(file), record=str(again), **options)
+        assert flat_bytes(trainer.model.get_weights()) == flat_bytes(second.model.get_weights()), options
+        world.gather(b"")
+        assert recorded(file) == recorded(again), options
+
+
+@worlds("mpirun-2")
+@exact_arrays()
+def check_another_order_gives_other_weights(world: World) -> None:
+    """So the comparison with the simulation would show an update that was lost, doubled, or applied out of turn."""
+    file, sgd = world.folder / "order.json", OPTIMIZERS["sgd"]
+    trainer = trained(world, "wide", sgd(), record=str(file), max_staleness=3)
+    world.gather(b"")
+    events, found = recorded(file), trainer.model.get_weights()
+    pushes = [place for place, (kind, _) in enumerate(events[0]) if kind == PUSH]
+    middle = pushes[len(pushes) // 2]
+    other = next(place for place in pushes[len(pushes) // 2 :] if events[0][place][1] != events[0][middle][1])
+    swapped = list(events[0])
+    swapped[middle], swapped[other] = swapped[other], swapped[middle]
+
+    def error_of(changed: list[tuple[int, int]], **more: Any) -> float:
+        simulation = Simulation("wide", [changed, *events[1:]], 0.1, lambda: Keras(sgd), shared=False, **more)
+        return relative_error(found, list(simulation.run().values()))
+
+    assert error_of(events[0]) <= 1e-9
+    assert error_of(swapped) > 1e-6, "two updates in another order"
+    assert error_of(events[0], lost=middle) > 1e-6, "a lost update"
+    assert error_of(events[0], doubled=middle) > 1e-6, "a doubled update"
+
+
+class Averaging(keras.callbacks.Callback):
+    """Halves the learning rate after an epoch, and changes a weight, as callbacks may."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.model.optimizer.learning_rate = 0.05
+        bias = self.model.layers[-1].bias
+        bias.assign(bias + 1.0)
+
+
+@worlds("mpirun-2")
+@worlds("mpirun-4", extended=True)
+@exact_arrays()
+def check_servers_follow_callbacks_and_schedules(world: World) -> None:
+    """What callbacks change is trained on; a schedule gives the rate of the step, not of the update."""
+    for bound in (0, None):
+        build, data = MODELS["wide"]
+        seen: dict[str, Any] = {}
+        for made in ("callbacks", "schedule"):
+            model = build("float64", world.rank)
+            rate = keras.optimizers.schedules.PiecewiseConstantDecay([STEPS - 1], [0.1, 0.05])
+            sgd = keras.optimizers.SGD(rate if made == "schedule" else 0.1)
+            trainer = hvdtrain.Trainer(
+                model, sgd, CROSS_ENTROPY, backend=world.backend, update="async", max_staleness=bound
+            )
+            callbacks = [Averaging()] if made == "callbacks" else []
+            result = trainer.fit(data("float64"), **FIT, callbacks=callbacks, validation_data=data("float64"))
+            assert world.same_everywhere(flat_bytes(trainer.model.get_weights()))
+            assert int(sgd.iterations) == SLICES, int(sgd.iterations)
+            seen[made] = float(np.array(trainer.model.layers[-1].bias).mean())
+            assert result.staleness is not None
+            assert sum(result.slices) == SLICES * world.size
+            assert len(result.evaluations) == EPOCHS
+        assert abs(seen["callbacks"] - seen["schedule"] - EPOCHS) < 0.2, seen
+
+
+@worlds("mpirun-2", extended=True)
+@exact_arrays()
+def check_scheduled_updates_are_those_of_a_simulation(world: World) -> None:
+    """Epochs end with the same parameters everywhere, and the second one has another rate."""
+    file = world.folder / "order.json"
+    rates = [float(np.float32(rate)) for rate in (0.1, 0.02)]  # as schedules give them
+    schedule = keras.optimizers.schedules.PiecewiseConstantDecay([STEPS - 1], rates)
+    build, data = MODELS["wide"]
+    sgd = keras.optimizers.SGD(schedule, momentum=0.9)
+    trainer = hvdtrain.Trainer(
+        build("float64", world.rank), sgd, CROSS_ENTROPY, backend=world.backend, update="async", record=str(file)
+    )
+    trainer.fit(data("float64"), **FIT, validation_data=data("float64"))
+    world.gather(b"")
+    simulation = Simulation(
+        "wide", recorded(file), lambda step: rates[step >= STEPS], lambda: Keras(OPTIMIZERS["sgd"]), together=True
+    )
+    error = relative_error(trainer.model.get_weights(), list(simulation.run().values()))
+    assert error <= 1e-9, f"{error:.2e}"
+
+
+@worlds("mpirun-2", extended=True)
+@exact_arrays()
+def check_asynchronous_training_goes_on_from_checkpoints(world: World) -> None:
+    """Without staleness, whose runs are repeatable: as one that was never stopped, also where the rule changes."""
+    data, build = MODELS["wide"][1]("float64"), MODELS["wide"][0]
+    fit = {"batch": BATCH, "shuffle": False, "verbose": False}
+
+    def trainer_of(seed: int, **options: Any) -> Any:
+        adam = keras.optimizers.AdamW(0.01, weight_decay=0.1, use_ema=True, ema_momentum=0.75)
+        return hvdtrain.Trainer(build("float64", seed), adam, CROSS_ENTROPY, backend=world.backend, **options)
+
+    synchronous = {"update": "async", "max_staleness": 0}
+    whole = trainer_of(0)
+    whole.fit(data, epochs=4, **fit)
+    for name, before, after in (
+        ("servers", synchronous, synchronous),
+        ("from servers", synchronous, {}),
+        ("to servers", {}, synchronous),
+    ):
+        folder = world.folder / name
+        trainer_of(0, **before).fit(data, epochs=2, checkpoint=folder, **fit)
+        second = trainer_of(7 + world.rank, **after)
+        second.resume(folder)
+        second.fit(data, epochs=4, checkpoint=folder, **fit)
+        assert world.same_everywhere(flat_bytes(second.model.get_weights()))
+        error = relative_error(second.model.get_weights(), whole.model.get_weights())
+        assert error <= 1e-9, f"{name}: {error:.2e}"
+    folder = world.folder / "stale"
+    first = trainer_of(0, update="async")
+    first.fit(data, epochs=2, checkpoint=folder, **fit)
+    second = trainer_of(7 + world.rank, update="async")
+    second.resume(folder)
+    result = second.fit(data, epochs=4, checkpoint=folder, **fit)
+    assert result.steps == 4 * STEPS
+    assert sum(result.slices) == 2 * STEPS * world.size
+
+
+class SlowInTraining(keras.layers.Layer):
+    def __init__(self, seconds: float, **options: Any) -> None:
+        super().__init__(**options)
+        self.seconds = seconds
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        if not training:
+            return inputs
+
+        def wait(values: np.ndarray) -> np.ndarray:
+            time.sleep(self.seconds)
+            return values
+
+        waited = tf.numpy_function(wait, [tf.stop_gradient(inputs)], inputs.dtype)
+        return inputs + tf.stop_gradient(tf.ensure_shape(waited, inputs.shape) - inputs)
+
+
+@worlds("mpirun-2")
+def check_a_slow_worker_takes_fewer_slices(world: World) -> None:
+    """Of arrays; of a Dataset, or with a bound on the staleness, each worker takes its own."""
+    x, y = MODELS["dense"][1]("float32")
+    slow = world.size - 1
+    cases: list[tuple[str, dict[str, Any]]] = [("arrays", {}), ("dataset", {}), ("bound", {"max_staleness": 4})]
+    for case, options in cases:
+        batched = case == "dataset"
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential(
+            [keras.Input((6,)), SlowInTraining(0.05 if world.rank == slow else 0.0), keras.layers.Dense(3)]
+        )
+        trainer = hvdtrain.Trainer(model, "sgd", CROSS_ENTROPY, backend=world.backend, update="async", **options)
+        data = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH).repeat() if batched else (x, y)
+        more = {"steps_per_epoch": STEPS} if batched else {"batch": BATCH}
+        result = trainer.fit(data, epochs=EPOCHS, verbose=False, **more)
+        assert sum(result.slices) == SLICES * world.size, case
+        if case == "arrays":
+            assert result.slices[slow] < SLICES / 2, result.slices
+        else:
+            assert result.slices == [SLICES] * world.size, (case, result.slices)
+        if case == "bound":
+            assert max(result.staleness) <= (world.size - 1) * 2 * 5, result.staleness
+
+
+class OwnStep(keras.Model):
+    def __init__(self, inner: Any) -> None:
+        super().__init__(dtype="float64")
+        self.inner = inner
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        return self.inner(inputs, training=training)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+
+@worlds("mpirun-2", extended=True)
+@exact_arrays()
+def check_servers_take_own_steps_microbatches_and_bounds(world: World) -> None:
+    """Without staleness: a model's own step, accumulation, and clipping of each worker's gradient, as of Keras."""
+    x, y = MODELS["wide"][1]("float64")
+    batches = batches_of(x, y)
+
+    def expected(clip: float | None) -> list[np.ndarray]:
+        model, sgd = MODELS["wide"][0]("float64", 0), OPTIMIZERS["sgd"]()
+        sgd.build(model.trainable_variables)
+        for inputs, targets in batches:
+            total = None
+            for index in range(world.size):
+                begin, end = split_bounds(len(inputs), index, world.size)
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_mean(per_sample(targets[begin:end], model(inputs[begin:end])))
+                found = tape.gradient(loss, [v.value for v in model.trainable_variables])
+                found = found if clip is None else tf.clip_by_global_norm(found, clip)[0]
+                part = [each * (end - begin) / len(inputs) for each in found]
+                total = part if total is None else [a + b for a, b in zip(total, part, strict=True)]
+            sgd.apply(total, model.trainable_variables)
+        return list(map(np.array, model.get_weights()))
+
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("own step", {}),
+        ("accumulated", {"accumulate": 2}),
+        ("clipped", {"clip_norm": 0.2}),
+    ]
+    for case, options in cases:
+        inner = MODELS["wide"][0]("float64", world.rank)
+        model = OwnStep(inner) if case == "own step" else inner
+        trainer = hvdtrain.Trainer(
+            model, OPTIMIZERS["sgd"](), CROSS_ENTROPY, backend=world.backend, update="async", max_staleness=0, **options
+        )
+        trainer.fit((x, y), **FIT)
+        error = relative_error(inner.get_weights(), expected(options.get("clip_norm")))
+        assert error <= 1e-9, f"{case}: {error:.2e}"
+
+
+@worlds("gloo-2")
+def check_servers_need_mpi(world: World) -> None:
+    with refused("update='async' needs MPI: start with mpirun, or horovodrun --mpi", ConfigError):
+        hvdtrain.Trainer(MODELS["dense"][0]("float32", 0), "sgd", "mse", backend=world.backend, update="async")
+
+
+@worlds("mpirun-2")
+def check_another_job_cannot_be_replayed(world: World) -> None:
+    other = world.folder / "other.json"
+    if world.rank == 0:
+        other.write_text("[[], [], []]")
+    world.gather(b"")
+    for options, said in (
+        ({"replay": str(other)}, "was recorded on 3 ranks. Received: 2 ranks"),
+        ({"replay": str(world.folder / "none.json")}, "none.json' cannot be read (No such file or directory)"),
+        ({"record": str(world.folder / "no" / "order.json")}, "order.json' cannot be written (No such file or"),
+    ):
+        model = MODELS["dense"][0]("float32", 0)
+        trainer = hvdtrain.Trainer(model, "sgd", CROSS_ENTROPY, backend=world.backend, update="async", **options)
+        with refused(said, ConfigError):
+            trainer.fit(MODELS["dense"][1]("float32"), **FIT)
