@@ -121,16 +121,20 @@ class AsyncUpdate(UpdateRule):
             ]
             self._layouts.append(ServerLayout(entries))
             self._outbox.append(_Outgoing(self._layouts[-1]))
+        self._compile()
 
     def end_step(self) -> None:
         """Push the gradients of the step, and pull the parameters of the next."""
         connection, server = self._connected()
         if not server.ready:
             server.prepare(self._layouts[self._backend.index])
-        weight, ahead = float(self._weight), self._options.pull_ahead
         late = connection.pulled(self._layouts) if connection.asked else None
-        gradients = [outgoing.arrays() if weight else [] for outgoing in self._outbox]
-        connection.push(self._step, float(self._share), weight, gradients)
+        (share, weight), *gradients = self._read_out()
+        ahead = self._options.pull_ahead
+        arrays = [
+            outgoing.arrays(given) if weight else [] for outgoing, given in zip(self._outbox, gradients, strict=True)
+        ]
+        connection.push(self._step, float(share), float(weight), arrays)
         connection.ask(self._step + 1 + ahead)
         pulled = late if ahead else connection.pulled(self._layouts)
         if pulled is not None:
@@ -140,12 +144,24 @@ class AsyncUpdate(UpdateRule):
 
     def _take_up(self, pulled: Sequence[Pulled]) -> None:
         """Set the model's variables to what was pulled."""
+        self._take_in([(flats, rows) for flats, rows in pulled])
+
+    def _compile(self) -> None:
+        """Compile what goes out of a step, and what comes in, for the layouts."""
         variables = self._by_path()
-        for layout, (flats, rows) in zip(self._layouts, pulled, strict=True):
-            for path, value in layout.apart(layout.whole, flats).items():
-                variables[path].assign(value)
-            for entry, (indices, values) in zip(layout.tables, rows, strict=True):
-                variables[entry.path].scatter_update(tf.IndexedSlices(values, indices))
+
+        def read_out() -> list[Any]:
+            return [[self._share.read_value(), self._weight.read_value()], *(each.read() for each in self._outbox)]
+
+        def take_in(pulled: list[Any]) -> None:
+            for layout, (flats, rows) in zip(self._layouts, pulled, strict=True):
+                for path, value in layout.apart(layout.whole, flats).items():
+                    variables[path].assign(value)
+                for entry, (indices, values) in zip(layout.tables, rows, strict=True):
+                    variables[entry.path].scatter_update(tf.IndexedSlices(values, indices))
+
+        self._read_out = tf.function(read_out, autograph=False)
+        self._take_in = tf.function(take_in, autograph=False, reduce_retracing=True)
 
     def _by_path(self) -> dict[str, tf.Variable]:
         return dict(zip(self._paths, map(unwrap, self._variables), strict=True))
@@ -355,11 +371,16 @@ class _Outgoing:
             indices.assign(tf.cast(gradients[entry.path].indices, tf.int64))
             values.assign(gradients[entry.path].values)
 
-    def arrays(self) -> list[np.ndarray]:
-        """Return them as they travel."""
-        rows = [each.numpy() for pair in self._rows for each in pair]
+    def read(self) -> list[tf.Tensor]:
+        """Return them as tensors, in a compiled function."""
+        return [each.read_value() for each in (*self._flats, *(each for pair in self._rows for each in pair))]
+
+    def arrays(self, tensors: Sequence[tf.Tensor]) -> list[np.ndarray]:
+        """Return the result of `read` as it travels."""
+        arrays = [each.numpy() for each in tensors]
+        flats, rows = arrays[: len(self._flats)], arrays[len(self._flats) :]
         counts = [np.array([len(indices) for indices in rows[::2]])] if rows else []
-        return [*(flat.numpy() for flat in self._flats), *counts, *rows]
+        return [*flats, *counts, *rows]
 
 
 def changes_rows_alone(optimizer: Any) -> bool:
