@@ -122,7 +122,7 @@ class Facts:
         "{}, which scales the loss dynamically",
         excludes(
             "local_steps",
-            "update=async",
+            "update=async|gossip|easgd",
             "backend=parameter_server",
             why="each worker would have a scale of its own",
             instead=f"use {opt('precision', 'mixed_bfloat16')}",

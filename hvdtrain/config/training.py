@@ -72,7 +72,10 @@ class ClippingConfig:
     """Bound on the absolute value of each gradient element."""
 
 
-UpdateName = Literal["all_reduce", "local", "async"]
+UpdateName = Literal["all_reduce", "local", "async", "gossip", "easgd"]
+GraphName = Literal["ring", "exponential"]
+PACED = "async|gossip|easgd"
+"""Update rules whose workers go on at their own pace."""
 CompensationName = Literal["none", "rate", "dc_asgd", "adaptive"]
 ZeroStage = Literal[0, 1, 2, 3]
 OuterName = Literal["average", "slowmo", "diloco"]
@@ -88,28 +91,39 @@ class UpdateConfig:
         NOT_ON_STRATEGIES,
         BETWEEN_REPLICAS,
         needs("local_steps", when="local", instead="add the steps between two averages"),
-        needs("controller=mpi", when="async", instead="start with mpirun, or horovodrun --mpi"),
+        needs("controller=mpi", when=PACED, instead="start with mpirun, or horovodrun --mpi"),
         excludes("zero", why="it is an update rule of its own"),
         excludes("local_steps", when="async", why="it is an update rule of its own"),
         excludes(
+            "local_after",
+            "average_slots",
+            "outer_optimizer",
+            when="gossip|easgd",
+            why="nothing is averaged over all ranks",
+        ),
+        excludes(
             *("reduce_op", "compression", "gradient_groups", "predivide", "sparse_gradients"),
-            when="async",
+            when=PACED,
             why="gradients are not reduced",
         ),
-        excludes("sync_batch_norm", "sync_layer", when="async", why="workers go on at their own pace"),
-        excludes("on_bad_step", "spike_threshold", when="async", why="workers cannot agree on skipped steps"),
-        excludes("desync_every", when="async", why="workers differ until they pull again"),
+        excludes("sync_batch_norm", "sync_layer", when=PACED, why="workers go on at their own pace"),
+        excludes("on_bad_step", "spike_threshold", when=PACED, why="workers cannot agree on skipped steps"),
+        excludes("desync_every", when=PACED, why="workers differ until they meet again"),
         excludes(
             *("pp", "cp", "tp", "experts", "exchanging_layer"),
-            when="async",
+            when=PACED,
             why="each worker computes a gradient by itself",
         ),
-        excludes("repeated_step", when="async", why="it has no effect there"),
-        excludes("elastic", when="async", why="ranks must stay"),
+        excludes("repeated_step", when=PACED, why="it has no effect there"),
+        excludes("elastic", when=PACED, why="ranks must stay"),
     )
-    """Update rule: all_reduce; local steps, with --local-steps; or async: workers push gradients to servers, which all
-    ranks are, and wait for nobody.
+    """Update rule: all_reduce; local steps, with --local-steps; async: workers push gradients to servers, which all
+    ranks are, and wait for nobody; gossip: each averages its weights with a neighbour's; easgd: with a center.
     """
+    gossip_graph: GraphName = option("ring", BETWEEN_REPLICAS, applies_to("update=gossip"))
+    """With --update gossip: the neighbours: before and after, or 1, 2, 4 … ranks further."""
+    elasticity: float | None = option(None, "(0, 1]", BETWEEN_REPLICAS, applies_to("update=easgd"))
+    """With --update easgd: share of the distance by which weights and center move; None: 0.9 over the ranks."""
     max_staleness: int | None = option(None, "[0, inf)", BETWEEN_REPLICAS, applies_to("update=async"))
     """With --update async: steps that the fastest worker may be ahead of the slowest; 0: synchronous; None: any."""
     compensation: CompensationName = option(
@@ -118,18 +132,16 @@ class UpdateConfig:
     """With --update async: divide the rate by the staleness, or correct gradients by DC-ASGD, also with an adaptive
     strength.
     """
-    compensation_strength: float | None = option(
-        None, "[0, inf)", BETWEEN_REPLICAS, applies_to("compensation=dc_asgd|adaptive")
-    )
+    dc_strength: float | None = option(None, "[0, inf)", BETWEEN_REPLICAS, applies_to("compensation=dc_asgd|adaptive"))
     """Strength lambda of DC-ASGD; None: 0.04, or 2 if adaptive."""
     pull_ahead: bool = option(
         False, BETWEEN_REPLICAS, applies_to("update=async"), excludes("max_staleness=0", why="nothing may be stale")
     )
     """With --update async: pull the next parameters during the step, which makes them staler by one."""
-    record: str | None = option(None, BETWEEN_REPLICAS, applies_to("update=async"))
-    """With --update async: write the order of updates to this file (JSON)."""
-    replay: str | None = option(None, BETWEEN_REPLICAS, applies_to("update=async"))
-    """With --update async: repeat the order of updates of a recorded run."""
+    record: str | None = option(None, BETWEEN_REPLICAS, applies_to(f"update={PACED}"))
+    """With --update async, gossip or easgd: write the order of updates to this file (JSON)."""
+    replay: str | None = option(None, BETWEEN_REPLICAS, applies_to(f"update={PACED}"))
+    """With --update async, gossip or easgd: repeat the order of updates of a recorded run."""
     zero: ZeroStage = option(
         0,
         BETWEEN_REPLICAS,
@@ -169,7 +181,9 @@ class UpdateConfig:
         excludes("experts", why="weights are averaged over all ranks"),
         excludes("elastic", why="every rank must hold all of the state"),
     )
-    """Local SGD: average the weights every N local optimizer steps; None: reduce gradients every step."""
+    """Local SGD: average the weights every N local optimizer steps; None: reduce gradients every step. With gossip and
+    easgd, the updates between two averages (1).
+    """
     local_after: int = option(0, "[0, inf)", BETWEEN_REPLICAS, NOT_ON_STRATEGIES, applies_to("local_steps"), WHOLE)
     """With --local-steps: reduce gradients in the first N steps (post-local SGD)."""
     average_slots: bool = option(False, BETWEEN_REPLICAS, NOT_ON_STRATEGIES, applies_to("local_steps"))

@@ -18,6 +18,7 @@ from hvdtrain.config.training import (
     CompressionName,
     DesyncConfig,
     ExchangeConfig,
+    GraphName,
     OuterName,
     PrecisionName,
     ReduceOpName,
@@ -78,9 +79,11 @@ class TrainerOptions(TypedDict, total=False):
     gradient_groups: int
     predivide: float
     update: UpdateName
+    gossip_graph: GraphName
+    elasticity: float | None
     max_staleness: int | None
     compensation: CompensationName
-    compensation_strength: float | None
+    dc_strength: float | None
     pull_ahead: bool
     record: str | None
     replay: str | None

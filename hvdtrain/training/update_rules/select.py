@@ -11,9 +11,11 @@ DEFAULT = "all_reduce"
 RULES = {
     DEFAULT: "hvdtrain.training.update_rules.all_reduce:AllReduceUpdate",
     "zero": "hvdtrain.training.update_rules.zero.stage1:ZeroUpdate",
-    "local_steps": "hvdtrain.training.update_rules.local_sgd:LocalUpdate",
     "local": "hvdtrain.training.update_rules.local_sgd:LocalUpdate",
     "async": "hvdtrain.training.update_rules.servers.rule:AsyncUpdate",
+    "gossip": "hvdtrain.training.update_rules.servers.peers:GossipUpdate",
+    "easgd": "hvdtrain.training.update_rules.servers.peers:ElasticUpdate",
+    "local_steps": "hvdtrain.training.update_rules.local_sgd:LocalUpdate",
 }
 """Option of `UpdateConfig`, or value of `update`, -> rule, imported only when selected."""
 

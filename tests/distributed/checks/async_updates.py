@@ -4,7 +4,7 @@ import json
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from worlds import worlds
 import hvdtrain
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.batch import split_bounds
-from hvdtrain.training.update_rules.servers.layout import PUSH, TICKET, owners_of
+from hvdtrain.training.update_rules.servers.layout import MEET, MET, PULL, PUSH, TICKET, owners_of
 
 FIT = {"batch": BATCH, "epochs": EPOCHS, "shuffle": False, "verbose": False}
 STEPS = -(-SAMPLES // BATCH)
@@ -31,15 +31,14 @@ Update = Callable[[str, np.ndarray, np.ndarray, np.ndarray, float], np.ndarray]
 
 def trained(world: World, kind: str, optimizer: Any, **options: Any) -> Any:
     build, data = MODELS[kind]
-    model = build("float64", world.rank)
-    trainer = hvdtrain.Trainer(model, optimizer, CROSS_ENTROPY, backend=world.backend, update="async", **options)
+    model, options = build("float64", world.rank), {"update": "async", **options}
+    trainer = hvdtrain.Trainer(model, optimizer, CROSS_ENTROPY, backend=world.backend, **options)
     trainer.fit(data("float64"), **FIT)
     assert world.same_everywhere(flat_bytes(trainer.model.get_weights()))
     return trainer
 
 
-@worlds("mpirun-2")
-@worlds("mpirun-4", extended=True)
+@worlds("mpirun-2", "mpirun-4", extended=True)
 @exact_arrays()
 def check_servers_without_staleness_are_an_all_reduce(world: World) -> None:
     for kind, name in (("wide", "sgd"), ("wide", "adam"), ("table", "sgd"), ("table", "plain sgd")):
@@ -64,6 +63,7 @@ class Keras:
         optimizer, variable = self._kept[path]
         if self._correct is not None:
             gradient = self._correct(path, gradient, now - before)
+        variable.assign(now)
         optimizer.learning_rate.assign(rate)
         optimizer.apply([tf.constant(gradient)], [variable])
         return np.array(variable)
@@ -141,10 +141,10 @@ class Simulation:
         ends: dict[int, Weights] = defaultdict(dict)  # parameters at the end of an epoch
         awaited = [[0] * size for _ in range(size)]  # pulls that a worker still waits for
 
-        def ready(worker: int) -> bool:
-            """Compute the worker's next gradient, if its parameters are there."""
+        def ready(worker: int, server: int) -> bool:
+            """Return whether the worker's next gradient for the server can be computed; it is, for all servers."""
             if computed[worker] is not None:
-                return True
+                return pushed[worker][server] == min(pushed[worker])  # the server has not taken it yet
             if any(awaited[worker]) and not self._ahead:
                 return False
             ticket = self._tickets[worker][0]
@@ -170,7 +170,7 @@ class Simulation:
                     continue
                 kind, worker = events[0]
                 if kind == PUSH:
-                    if not ready(worker):
+                    if not ready(worker, server):
                         continue
                     ticket, gradients, before, seen = computed[worker]
                     place = lengths[server] - len(events)
@@ -235,6 +235,123 @@ def recorded(path: Path) -> list[list[tuple[int, int]]]:
 RATE = 0.1
 
 
+class Copies(Simulation):
+    """Workers with copies of their own, which meet others in the recorded order.
+
+    Args:
+        meetings: of a rank, whom it meets in turn, each time some: (rank, paths).
+        strength: share of the distance by which both sides move.
+        every: updates between two meetings.
+        center: whether what is met is a center, which is then the result.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        events: list[list[tuple[int, int]]],
+        update: Callable[[], Update],
+        *,
+        meetings: Callable[[int], list[list[tuple[int, list[str]]]]],
+        strength: float,
+        every: int,
+        center: bool,
+    ) -> None:
+        super().__init__(kind, events, RATE, update)
+        self._meetings = [cycle(meetings(rank)) for rank in range(self._size)]
+        self._strength, self._every, self._center = strength, every, center
+
+    def run(self) -> Weights:
+        size, strength = self._size, self._strength
+        copies = [dict(self._now) for _ in range(size)]
+        met = dict(self._now)
+        held, counts = [dict(self._now) for _ in range(size)], [0] * size
+        sent: dict[tuple[int, int], deque[Weights]] = defaultdict(deque)
+        answers: dict[tuple[int, int], deque[tuple[Weights, Weights]]] = defaultdict(deque)
+
+        def act(server: int, kind: int, worker: int) -> bool:
+            mine = copies[server]
+            if kind == PUSH:
+                ticket = self._tickets[server].popleft()
+                begin, end = self._rows(ticket)
+                samples = min(BATCH, SAMPLES - ticket // size % STEPS * BATCH)
+                gradients = self._gradients(held[server], ticket)
+                for path, value in mine.items():
+                    rate = RATE * (end - begin) / samples * size
+                    mine[path] = self._updates[server](path, gradients[path], value, value, rate)
+                counts[server] += 1
+                if counts[server] % self._every == 0:
+                    for other, paths in next(self._meetings[server]):
+                        sent[server, other].append({path: mine[path] for path in paths})
+                        if other == server:  # at once
+                            act(server, MEET, server)
+                            act(server, MET, server)
+            elif kind == PULL:
+                held[server] = dict(mine)
+            elif kind == MEET:
+                if not sent[worker, server]:
+                    return False
+                came, theirs = sent[worker, server].popleft(), met if self._center else mine
+                before = {path: theirs[path] for path in came}
+                theirs.update({path: before[path] + strength * (came[path] - before[path]) for path in came})
+                answers[server, worker].append((came, before))
+            else:
+                if not answers[worker, server]:
+                    return False
+                came, before = answers[worker, server].popleft()
+                mine.update({path: mine[path] - strength * (came[path] - before[path]) for path in came})
+            return True
+
+        while any(self._events):
+            moved_on = False
+            for server, events in enumerate(self._events):
+                while events and act(server, *events[0]):
+                    events.popleft()
+                    moved_on = True
+            assert moved_on, "the recorded order has a circle"
+        return met if self._center else {path: sum(each[path] for each in copies) / size for path in met}
+
+
+@worlds("mpirun-2")
+@worlds("mpirun-4", extended=True)
+@exact_arrays()
+def check_copies_meet_as_in_a_simulation(world: World) -> None:
+    """Gossip on both graphs, and elastic averaging; and what they come to is near what all-reduce comes to."""
+    file, momentum, size = world.folder / "order.json", OPTIMIZERS["sgd"], world.size
+    names = [str(place) for place in range(6)]
+    sizes = {str(i): v.value.numpy().nbytes for i, v in enumerate(MODELS["wide"][0]("float64", 0).trainable_variables)}
+    owned = [[name for name, owner in owners_of(sizes, size).items() if owner == rank] for rank in range(size)]
+    parts = [(rank, paths) for rank, paths in enumerate(owned) if paths]
+    exponents = [2**k for k in range(size) if 2**k < size]
+
+    def neighbours(distances: list[int]) -> Callable[[int], list[list[tuple[int, list[str]]]]]:
+        return lambda rank: [[(other, names)] for other in dict.fromkeys((rank + each) % size for each in distances)]
+
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"update": "gossip"}, {"meetings": neighbours([1, -1]), "strength": 0.5, "every": 1, "center": False}),
+        (
+            {"update": "gossip", "gossip_graph": "exponential", "local_steps": 2},
+            {"meetings": neighbours(exponents), "strength": 0.5, "every": 2, "center": False},
+        ),
+        (
+            {"update": "easgd", "local_steps": 2},
+            {"meetings": lambda rank: [parts], "strength": 0.9 / size, "every": 2, "center": True},
+        ),
+        (
+            {"update": "easgd", "elasticity": 0.3},
+            {"meetings": lambda rank: [parts], "strength": 0.3, "every": 1, "center": True},
+        ),
+    ]
+    for options, more in cases:
+        trainer = trained(world, "wide", momentum(), record=str(file), **options)
+        world.gather(b"")
+        expected = Copies("wide", recorded(file), lambda: Keras(momentum), **more).run()
+        error = relative_error(trainer.model.get_weights(), list(expected.values()))
+        assert error <= 1e-9, f"{options}: {error:.2e}"
+        start = hvdtrain.Trainer(MODELS["wide"][0]("float64", 0), "sgd", CROSS_ENTROPY, backend=world.backend)
+        data = MODELS["wide"][1]("float64")
+        assert trainer.evaluate(data).loss < 0.8 * start.evaluate(data).loss, options
+
+
 @worlds("mpirun-2")
 @worlds("mpirun-4", extended=True)
 @exact_arrays()
@@ -249,7 +366,7 @@ def check_asynchronous_updates_are_those_of_a_simulation(world: World) -> None:
         (
             "wide",
             momentum,
-            {"compensation": "dc_asgd", "compensation_strength": 0.3},
+            {"compensation": "dc_asgd", "dc_strength": 0.3},
             RATE,
             lambda: Keras(momentum, dc_asgd),
             {},
@@ -266,12 +383,11 @@ def check_asynchronous_updates_are_those_of_a_simulation(world: World) -> None:
         assert error <= 1e-9, f"{number}: {kind} {options}: {error:.2e}"
 
 
-@worlds("mpirun-2")
-@worlds("mpirun-4", extended=True)
+@worlds("mpirun-2", "mpirun-4", extended=True)
 @exact_arrays()
 def check_a_recorded_order_is_repeated_bit_by_bit(world: World) -> None:
     file, again = world.folder / "order.json", world.folder / "again.json"
-    for options in ({}, {"pull_ahead": True}, {"max_staleness": 1}):
+    for options in ({}, {"pull_ahead": True}, {"max_staleness": 1}, {"update": "gossip"}, {"update": "easgd"}):
         trainer = trained(world, "table", OPTIMIZERS["adam"](), record=str(file), **options)
         world.gather(b"")
         second = trained(world, "table", OPTIMIZERS["adam"](), replay=str(file), record=str(again), **options)
@@ -280,7 +396,7 @@ def check_a_recorded_order_is_repeated_bit_by_bit(world: World) -> None:
         assert recorded(file) == recorded(again), options
 
 
-@worlds("mpirun-2")
+@worlds("mpirun-2", extended=True)
 @exact_arrays()
 def check_another_order_gives_other_weights(world: World) -> None:
     """So the comparison with the simulation would show an update that was lost, doubled, or applied out of turn."""
@@ -318,30 +434,27 @@ class Averaging(keras.callbacks.Callback):
         bias.assign(bias + 1.0)
 
 
-@worlds("mpirun-2")
-@worlds("mpirun-4", extended=True)
+@worlds("mpirun-2", "mpirun-4", extended=True)
 @exact_arrays()
 def check_servers_follow_callbacks_and_schedules(world: World) -> None:
     """What callbacks change is trained on; a schedule gives the rate of the step, not of the update."""
-    for bound in (0, None):
+    for options in ({"max_staleness": 0}, {}, {"update": "gossip"}, {"update": "easgd", "elasticity": 0.5}):
         build, data = MODELS["wide"]
         seen: dict[str, Any] = {}
         for made in ("callbacks", "schedule"):
             model = build("float64", world.rank)
             rate = keras.optimizers.schedules.PiecewiseConstantDecay([STEPS - 1], [0.1, 0.05])
             sgd = keras.optimizers.SGD(rate if made == "schedule" else 0.1)
-            trainer = hvdtrain.Trainer(
-                model, sgd, CROSS_ENTROPY, backend=world.backend, update="async", max_staleness=bound
-            )
+            given = {"update": "async", **options}
+            trainer = hvdtrain.Trainer(model, sgd, CROSS_ENTROPY, backend=world.backend, **given)
             callbacks = [Averaging()] if made == "callbacks" else []
             result = trainer.fit(data("float64"), **FIT, callbacks=callbacks, validation_data=data("float64"))
             assert world.same_everywhere(flat_bytes(trainer.model.get_weights()))
             assert int(sgd.iterations) == SLICES, int(sgd.iterations)
             seen[made] = float(np.array(trainer.model.layers[-1].bias).mean())
-            assert result.staleness is not None
             assert sum(result.slices) == SLICES * world.size
             assert len(result.evaluations) == EPOCHS
-        assert abs(seen["callbacks"] - seen["schedule"] - EPOCHS) < 0.2, seen
+        assert abs(seen["callbacks"] - seen["schedule"] - EPOCHS) < 0.2, (options, seen)
 
 
 @worlds("mpirun-2", extended=True)
@@ -392,14 +505,15 @@ def check_asynchronous_training_goes_on_from_checkpoints(world: World) -> None:
         assert world.same_everywhere(flat_bytes(second.model.get_weights()))
         error = relative_error(second.model.get_weights(), whole.model.get_weights())
         assert error <= 1e-9, f"{name}: {error:.2e}"
-    folder = world.folder / "stale"
-    first = trainer_of(0, update="async")
-    first.fit(data, epochs=2, checkpoint=folder, **fit)
-    second = trainer_of(7 + world.rank, update="async")
-    second.resume(folder)
-    result = second.fit(data, epochs=4, checkpoint=folder, **fit)
-    assert result.steps == 4 * STEPS
-    assert sum(result.slices) == 2 * STEPS * world.size
+    for rule in ("async", "gossip", "easgd"):
+        folder = world.folder / rule
+        first = trainer_of(0, update=rule)
+        first.fit(data, epochs=2, checkpoint=folder, **fit)
+        second = trainer_of(7 + world.rank, update=rule)
+        second.resume(folder)
+        result = second.fit(data, epochs=4, checkpoint=folder, **fit)
+        assert result.steps == 4 * STEPS
+        assert sum(result.slices) == 2 * STEPS * world.size
 
 
 class SlowInTraining(keras.layers.Layer):
@@ -419,7 +533,7 @@ class SlowInTraining(keras.layers.Layer):
         return inputs + tf.stop_gradient(tf.ensure_shape(waited, inputs.shape) - inputs)
 
 
-@worlds("mpirun-2")
+@worlds("mpirun-2", extended=True)
 def check_a_slow_worker_takes_fewer_slices(world: World) -> None:
     """Of arrays; of a Dataset, or with a bound on the staleness, each worker takes its own."""
     x, y = MODELS["dense"][1]("float32")
@@ -501,11 +615,12 @@ def check_servers_take_own_steps_microbatches_and_bounds(world: World) -> None:
 
 @worlds("gloo-2")
 def check_servers_need_mpi(world: World) -> None:
-    with refused("update='async' needs MPI: start with mpirun, or horovodrun --mpi", ConfigError):
-        hvdtrain.Trainer(MODELS["dense"][0]("float32", 0), "sgd", "mse", backend=world.backend, update="async")
+    for rule in ("async", "gossip", "easgd"):
+        with refused(f"update='{rule}' needs MPI: start with mpirun, or horovodrun --mpi", ConfigError):
+            hvdtrain.Trainer(MODELS["dense"][0]("float32", 0), "sgd", "mse", backend=world.backend, update=rule)
 
 
-@worlds("mpirun-2")
+@worlds("mpirun-2", extended=True)
 def check_another_job_cannot_be_replayed(world: World) -> None:
     other = world.folder / "other.json"
     if world.rank == 0:

@@ -22,6 +22,8 @@ class Connection:
 
     def __init__(self, messages: Messages) -> None:
         self._messages = messages
+        self.layouts: Sequence[ServerLayout] = []
+        """Of each server; one that owns nothing is not asked."""
         self.versions = [0] * messages.size
         """Of each server, the version of the parameters that this worker has."""
         self.asked = False
@@ -30,19 +32,22 @@ class Connection:
     def push(self, step: int, share: float, weight: float, arrays: Sequence[Sequence[np.ndarray]]) -> None:
         """Send each server its gradients of `step`; none for a `weight` of 0."""
         for server, parts in enumerate(arrays):
+            if not self.layouts[server].entries:
+                continue
             self._send(server, PUSH, step, version=self.versions[server], share=share, weight=weight)
             self._messages.send(server, PARTS, *parts)
 
     def ask(self, step: int) -> None:
         """Ask for the parameters of `step`."""
         for server, version in enumerate(self.versions):
-            self._send(server, PULL, step, version=version)
+            if self.layouts[server].entries:
+                self._send(server, PULL, step, version=version)
         self.asked = True
 
-    def pulled(self, layouts: Sequence[ServerLayout]) -> list[Pulled]:
+    def pulled(self) -> list[Pulled]:
         """Wait for the parameters that were asked for."""
         self.asked = False
-        return [self._pulled_from(server, layout) for server, layout in enumerate(layouts)]
+        return [self._pulled_from(server, layout) for server, layout in enumerate(self.layouts)]
 
     def take_slice(self, era: int, first: int) -> int:
         """Return the number of the next slice that nobody has taken in this era, whose first one is `first`."""
@@ -52,6 +57,8 @@ class Connection:
         return int(ticket[0])
 
     def _pulled_from(self, server: int, layout: ServerLayout) -> Pulled:
+        if not layout.entries:
+            return Pulled([], [])
         header, flats = np.zeros(1, HEADER), layout.flat_buffers(layout.whole)
         for array in (header, *flats):
             self._messages.receive(server, TO_WORKER, array)

@@ -14,7 +14,8 @@ HEADER = np.dtype([("kind", "i8"), ("step", "i8"), ("version", "i8"), ("share", 
 `step`: the optimizer step, or the era of tickets; `version`: updates that a server has applied to the parameters, or
 the era's first ticket; `share`: of the step's samples; `weight`: of this worker's samples.
 """
-PUSH, PULL, TICKET = range(3)
+PUSH, PULL, TICKET, MEET, MET = range(5)
+"""Kinds of messages; the last two are between servers: `peers.py`."""
 
 
 @dataclass(frozen=True)

@@ -53,15 +53,17 @@ class AsyncUpdate(UpdateRule):
 
     weights_agree = False
     waits_when_measured = True
+    name = "async"
+    """As in `--update`."""
 
     def __init__(self, backend: Backend, model: Any, optimizer: Any, options: StepOptions | None = None) -> None:
-        refuse_slots(optimizer, opt("update", "async"))
+        refuse_slots(optimizer, opt("update", self.name))
         self._options = options or StepOptions()
         self._masters = [_copy_of(variable) for variable in model.trainable_variables]
         super().__init__(backend, model, optimizer, options)
         variables = self._by_path()
         sizes = {path: int(np.prod(v.shape)) * v.dtype.size for path, v in variables.items()}
-        self._owners = owners_of(sizes, backend.size)
+        self._owners = self._owners_of(sizes)
         self._layouts: list[ServerLayout] = []
         self._outbox: list[_Outgoing] = []
         self._share = tf.Variable(0.0, trainable=False, dtype=tf.float64, name="share")
@@ -74,6 +76,10 @@ class AsyncUpdate(UpdateRule):
         self._consolidated = True
         self._averages: list[tuple[Any, tf.Tensor]] = []
         self._unread = LocalTotals(backend)
+
+    def _owners_of(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """Return the server of each variable, whose size in bytes is given."""
+        return owners_of(sizes, self._backend.size)
 
     # -- a step --
 
@@ -101,7 +107,7 @@ class AsyncUpdate(UpdateRule):
             known = {e.path: e.sparse for layout in self._layouts for e in layout.entries}
             if known != {path: path in sparse for path in gradients}:
                 raise ConfigError(
-                    f"{opt('update', 'async')} needs the same kind of gradients in every step: one of "
+                    f"{opt('update', self.name)} needs the same kind of gradients in every step: one of "
                     f"{type(self.model).__name__} is missing, or sparse, with some batches only."
                 )
             return
@@ -127,8 +133,8 @@ class AsyncUpdate(UpdateRule):
         """Push the gradients of the step, and pull the parameters of the next."""
         connection, server = self._connected()
         if not server.ready:
-            server.prepare(self._layouts[self._backend.index])
-        late = connection.pulled(self._layouts) if connection.asked else None
+            self._prepare(connection, server)
+        late = connection.pulled() if connection.asked else None
         (share, weight), *gradients = self._read_out()
         ahead = self._options.pull_ahead
         arrays = [
@@ -136,7 +142,7 @@ class AsyncUpdate(UpdateRule):
         ]
         connection.push(self._step, float(share), float(weight), arrays)
         connection.ask(self._step + 1 + ahead)
-        pulled = late if ahead else connection.pulled(self._layouts)
+        pulled = late if ahead else connection.pulled()
         if pulled is not None:
             self._take_up(pulled)
         self._step += 1
@@ -201,16 +207,24 @@ class AsyncUpdate(UpdateRule):
                 _check_writable(self._options.record, self._backend)
             session = current()
             self._messages = Messages(session, session.load_timeout)
-            masters = dict(zip(self._paths, self._masters, strict=True))
-            self._server = Server(self._messages, masters, self.optimizer, options=self._options, replay=replay)
+            self._server = self._make_server(self._messages, replay)
             self._connection = Connection(self._messages)
             session.threads.append(self._server.stop)
             self._messages.check = self._server.check
-            if self._layouts:
-                self._server.prepare(self._layouts[self._backend.index])
             self._copy_to_masters()
+            if self._layouts:
+                self._prepare(self._connection, self._server)
             self._server.begin(self._step)
         return self._connection, self._server
+
+    def _make_server(self, messages: Messages, replay: Sequence[Event]) -> Server:
+        masters = dict(zip(self._paths, self._masters, strict=True))
+        return Server(messages, masters, self.optimizer, options=self._options, replay=replay)
+
+    def _prepare(self, connection: Connection, server: Server) -> None:
+        """Let the connection and this rank's server know the layouts."""
+        connection.layouts = self._layouts
+        server.prepare(self._layouts[self._backend.index])
 
     def _disconnect(self) -> None:
         """End the server, once all ranks are done. Collective."""
@@ -225,11 +239,12 @@ class AsyncUpdate(UpdateRule):
         staleness: Counter[int] = Counter()
         for counts, *_ in everyone:
             staleness.update({int(updates): count for updates, count in counts})
-        self.figures = {"staleness": dict(sorted(staleness.items())), "slices": everyone[0][2]}
+        slices = np.max([counts for *_, counts in everyone], 0).tolist()
+        self.figures = {"staleness": dict(sorted(staleness.items())), "slices": slices}
         if not self._backend.primary:
             return
-        if staleness:
-            LOGGER.info(f"staleness, in updates: {described(staleness)}. slices by rank: {everyone[0][2]}")
+        stale = f"staleness, in updates: {described(staleness)}. " if staleness else ""
+        LOGGER.info(f"{stale}slices by rank: {slices}")
         if self._options.record:
             Path(self._options.record).write_text(json.dumps([events for _, events, _ in everyone]))
 
@@ -251,7 +266,7 @@ class AsyncUpdate(UpdateRule):
     def _drain(self) -> None:
         """Wait for the answer to this worker's last question: then all that it pushed was applied."""
         if self._connection is not None and self._connection.asked:
-            self._take_up(self._connection.pulled(self._layouts))
+            self._take_up(self._connection.pulled())
 
     def _owned(self) -> list[Any]:
         return [
@@ -272,7 +287,7 @@ class AsyncUpdate(UpdateRule):
     def follow_model(self, *, training: bool = True) -> None:
         """Reject training after layers were (un)frozen. Raises ConfigError if the trained variables have changed."""
         if training:
-            refuse_frozen(self._variables, self.model, opt("update", "async"))
+            refuse_frozen(self._variables, self.model, opt("update", self.name))
 
     def sync_from_model(self) -> None:
         """Let the servers go on from weights that user code changed, on all ranks alike. Collective in a training."""
@@ -297,8 +312,7 @@ class AsyncUpdate(UpdateRule):
         if self._consolidated or self._server is None or self._connection is None:
             return
         self._drain()
-        masters = dict(zip(self._paths, map(unwrap, self._masters), strict=True))
-        self._share_out(masters, self._owners)
+        self._gather_masters(dict(zip(self._paths, map(unwrap, self._masters), strict=True)))
         for master, variable in zip(self._masters, self._variables, strict=True):
             unwrap(variable).assign(unwrap(master))
         self._connection.versions = gather(self._backend, self._server.version)
@@ -309,6 +323,10 @@ class AsyncUpdate(UpdateRule):
             inner = innermost(self.optimizer)
             found = [(v, average_of(inner, master)) for v, master in zip(self._variables, self._masters, strict=True)]
             self._averages = [(variable, average) for variable, average in found if average is not None]
+
+    def _gather_masters(self, masters: Mapping[str, tf.Variable]) -> None:
+        """Make the masters, by path, those of the servers. Collective."""
+        self._share_out(masters, self._owners)
 
     def prepare_to_save(self) -> None:
         """Give all ranks the servers' parameters and slots. Collective."""

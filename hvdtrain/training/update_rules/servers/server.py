@@ -81,6 +81,7 @@ class Server:
         self._options = options
         self._bound = options.max_staleness
         self._workers = messages.size
+        self._updates_per_step = 1 if self._bound == 0 else self._workers
         self.version = 0
         """Number of updates since the beginning of this training."""
         self.staleness: Counter[int] = Counter()
@@ -104,13 +105,15 @@ class Server:
         self._era, self._ticket = -1, 0
         self.updates = keras.Variable(0, dtype="int64", trainable=False, name="updates")
         """The optimizer's count of updates."""
+        self._actions: dict[int, Callable[[int, Any], None]]
+        self._actions = {PUSH: self._take, PULL: self._answer, TICKET: self._give_ticket}
         self._error: BaseException | None = None
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="hvdtrain-server", daemon=True)
 
     def begin(self, steps: int) -> None:
         """Begin to serve, after `steps` optimizer steps."""
-        self.updates.assign(steps if self._bound == 0 else steps * self._workers)
+        self.updates.assign(steps * self._updates_per_step)
         self._steps = [steps] * self._workers
         self._thread.start()
 
@@ -123,7 +126,7 @@ class Server:
         """Take over the variables of `layout`."""
         self._compensation = None
         if self._options.compensation in ("dc_asgd", "adaptive"):
-            strength = self._options.compensation_strength
+            strength = self._options.dc_strength
             self._compensation = DelayCompensation(self._options.compensation, strength, layout.entries)
         self._changed = {entry.path: np.zeros(entry.shape[0], np.int64) for entry in layout.tables}
         self._apply, self._read = self._compiled(layout)
@@ -166,12 +169,15 @@ class Server:
             if kind != TICKET and self._layout is None:
                 self._early.append((worker, header))
                 continue
-            asked: Any = header
-            if kind == PUSH:
-                assert self._layout is not None, "see above"
-                asked = Push(worker, header, self._layout)
-                asked.receive(self._messages, self._layout)
-            self._waiting[kind, worker].append(asked)
+            self._waiting[kind, worker].append(self._received(kind, worker, header))
+
+    def _received(self, kind: int, worker: int, header: np.ndarray) -> Any:
+        """Return what came, with what follows the header."""
+        if kind != PUSH:
+            return header
+        push = Push(worker, header, self._known)
+        push.receive(self._messages, self._known)
+        return push
 
     def _possible(self) -> Iterator[Event]:
         """Yield what may be done next."""
@@ -186,9 +192,7 @@ class Server:
         asked = self._waiting[event]
         if not asked or (kind == PULL and not self._may_go_on(int(asked[0]["step"]))):
             return False
-        act: dict[int, Callable[[int, Any], None]]
-        act = {PUSH: self._take, PULL: self._answer, TICKET: self._give_ticket}
-        act[kind](worker, asked.popleft())
+        self._actions[kind](worker, asked.popleft())
         if self._options.record is not None:
             self.events.append(event)
         if self._replay:
@@ -300,7 +304,7 @@ class Server:
         The optimizer is changed while it is traced, so nobody else may use it meanwhile.
         """
         optimizer = innermost(self._optimizer)
-        entries, averaged = layout.entries, 1 if self._bound == 0 else self._workers
+        entries = layout.entries
 
         def apply(step: tf.Tensor, factor: tf.Tensor, given: list[tf.Tensor], before: list[tf.Tensor]) -> None:
             dense = len(given) - 2 * len(layout.sparse)
@@ -316,7 +320,7 @@ class Server:
                     gradients[entry.path] = self._compensation(entry.path, gradients[entry.path], now, value)
             rate = tf.cast(rate_at(optimizer, step), tf.float64) * factor
             with (
-                updating_at(optimizer, self.updates, rate, updates_per_step=averaged),
+                updating_at(optimizer, self.updates, rate, updates_per_step=self._updates_per_step),
                 fused_updates(self._optimizer),
             ):
                 self._optimizer.apply([gradients[e.path] for e in entries], [self._parameters[e.path] for e in entries])
