@@ -176,6 +176,9 @@ class AsyncUpdate(UpdateRule):
 
     def paced(self, step: CompiledStep, data: TrainingData, state: TrainState) -> tuple[Any, Any]:
         """Let each worker go on at its own pace. Collective."""
+        if self._server is not None:  # of a training that was interrupted
+            self._drain()
+            self._disconnect()
         self._step = state.scalars.step
         connection, _ = self._connected()
         iterations = innermost(self.optimizer).iterations
