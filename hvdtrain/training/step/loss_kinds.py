@@ -33,6 +33,7 @@ from hvdtrain.training.step.loss_terms import (
     averaging,
     differentiating,
     means_of,
+    refusal_of_number,
     trained_ids,
 )
 from hvdtrain.training.step.patches import active, replaced
@@ -41,6 +42,8 @@ TOLERANCE = 0.25
 """Deviation from 1 or 2 where a step draws random numbers, as dropout does: others for twice the samples."""
 EXACT = 1e-2
 """Deviation where it draws none, in 16 bits, too."""
+_ROUNDING = 1e-4
+"""Deviation of a number that Keras computes in 32 bits."""
 _CODES: Sequence[Kind | None] = ("mean", "sum", None)
 _DIVIDED = "divided"
 """Name of a loss that is divided by its own weights."""
@@ -117,24 +120,31 @@ def kinds_of(
     return found, [_of_pairs(type(model).__name__)] * neither + [_of_hidden_sum(model, sums)] * bool(hidden)
 
 
-def warnings_of_losses(model: Any, batch: Batch) -> list[str]:
-    """Return warnings of compiled losses whose values for a sample depend on the other samples of its batch.
+def inspect_losses(model: Any, batch: Batch) -> tuple[bool, list[str]]:
+    """Return `Kinds.batch_means`, and warnings of compiled losses in which a sample's value depends on other samples.
 
     Keras' own losses along other axes than the first do not. Others are computed for the outputs of a batch, as in
     evaluation, and of its halves.
+
+    Raises:
+        ConfigError: a loss is one number for the batch, and not the mean of those of its halves.
     """
     unknown = [loss for loss in losses_by_output(model) if not _takes_samples_alone(loss)]
     halves = halves_of(batch)
     if not unknown or halves is None:
-        return []
+        return False, []
+    names = ", ".join(sorted({getattr(loss, "name", type(loss).__name__) for loss in unknown}))
+    are_numbers: list[bool] = []
     outputs = model(halves[2].inputs, training=False)
     original = active(module_of_losses(), "reduce_weighted_values")
 
     def sums(targets: Any, outputs: Any) -> list[tf.Tensor]:
         found = []
+        are_numbers.clear()
 
         def noted(values: Any, *arguments: Any, **options: Any) -> Any:
             found.append(tf.reduce_sum(tf.cast(values, tf.float64)))
+            are_numbers.append(tf.convert_to_tensor(values).shape.rank == 0)
             return original(values, *arguments, **options)
 
         with replaced(module_of_losses(), "reduce_weighted_values", noted):
@@ -144,7 +154,7 @@ def warnings_of_losses(model: Any, batch: Batch) -> list[str]:
     compute = tf.function(sums, autograph=False, reduce_retracing=True)
     graph = compute.get_concrete_function(halves[2].targets, outputs).graph
     if exchanges(graph):
-        return []
+        return False, []
     rows = int(rows_of(samples_in(halves[0])))
     cuts = (slice(0, rows), slice(rows, None), slice(None))
     with unchanged(model, graph):
@@ -152,10 +162,12 @@ def warnings_of_losses(model: Any, batch: Batch) -> list[str]:
             compute(part.targets, tf.nest.map_structure(lambda each, cut=cut: each[cut], outputs))
             for part, cut in zip(halves, cuts, strict=True)
         ]
-    first, second, whole = ([float(each) for each in result] for result in results)
-    if all(_adds_up(*each, mean=False) for each in zip(first, second, whole, strict=True)):
-        return []
-    return [_of_pairs(", ".join(sorted({getattr(loss, "name", type(loss).__name__) for loss in unknown})))]
+    sums_of_parts = [tuple(float(each) for each in of_loss) for of_loss in zip(*results, strict=True)]
+    known = list(zip(sums_of_parts, are_numbers, strict=True))
+    if not all(_adds_up(*values, mean=True, tolerance=_ROUNDING) for values, is_number in known if is_number):
+        raise refusal_of_number(names)
+    added_up = all(_adds_up(*values, mean=False) for values, is_number in known if not is_number)
+    return any(are_numbers), [] if added_up else [_of_pairs(names)]
 
 
 def _takes_samples_alone(loss: Any) -> bool:
@@ -177,9 +189,9 @@ def halves_of(batch: Batch) -> tuple[Batch, Batch, Batch] | None:
     return first, second, whole
 
 
-def _adds_up(first: float, second: float, whole: float, *, mean: bool) -> bool:
+def _adds_up(first: float, second: float, whole: float, *, mean: bool, tolerance: float = EXACT) -> bool:
     expected = (first + second) / 2 if mean else first + second
-    return abs(whole - expected) <= EXACT * max(abs(first), abs(second), abs(whole))
+    return abs(whole - expected) <= tolerance * max(abs(first), abs(second), abs(whole))
 
 
 def _mixes_by_design(model: Any, formed: Sequence[_Number]) -> bool:
@@ -227,6 +239,7 @@ def _formed(
         total=total,
         whole=False,
         exchanges=True,
+        kinds=Kinds(batch_means=True),
     )
     with ExitStack() as stack:
         stack.enter_context(terms.corrected())

@@ -45,6 +45,8 @@ class Kinds:
     """Numbers of the whole batch that a `Mean` or `Sum` takes."""
     figures: frozenset[str] = frozenset()
     """Names of returned numbers that are sums."""
+    batch_means: bool = False
+    """Whether compiled losses that are one number for a batch are known to be means over its samples."""
     exchanged: bool = False
     """Whether the step exchanges by itself, so that its numbers are of other replicas' samples, too."""
 
@@ -73,13 +75,15 @@ class LossTerms:
     """Whether the model is a pipeline's stage, whose outputs may be shards of the whole model's."""
     weight: tf.Tensor | None = field(default=None, init=False)
     """Weight of this pass's loss, if it is not the number of samples."""
+    _loss: str = field(default="", init=False)
+    """Name of the loss that is being computed."""
 
     @contextmanager
     def corrected(self) -> Iterator[None]:
         """Correct the losses that are computed inside the context, in this thread."""
         with ExitStack() as stack:
             stack.enter_context(fast_cross_entropy())
-            stack.enter_context(replaced(keras.losses.Loss, "__call__", _of_shards(keras.losses.Loss)))
+            stack.enter_context(replaced(keras.losses.Loss, "__call__", self._naming(_of_shards(keras.losses.Loss))))
             sharded = self.of_stage or holds_output_slices(self.model)
             for metric in compiled_metrics(self.model) if sharded else ():
                 stack.enter_context(replaced(metric, "update_state", _counting_shards(metric)))
@@ -125,14 +129,16 @@ class LossTerms:
     ) -> Any:
         value = original(values, sample_weight, mask, reduction, dtype)
         if tf.convert_to_tensor(values).shape.rank == 0:
-            raise ConfigError(
-                "A loss returned one number for the whole batch, of which each rank has a slice: it must return one "
-                "value for each sample."
-            )
+            if not self.kinds.batch_means or sample_weight is not None or mask is not None:
+                raise refusal_of_number(self._loss)
+            return value
         if reduction == "sum":
             return self.over_share(value)
         if reduction in (None, "none"):
-            raise ConfigError('A loss has reduction=None. Use "sum_over_batch_size", or "sum".')
+            raise ConfigError(
+                f"The loss {self._loss!r} has reduction={reduction!r}, with which nothing is averaged. Use "
+                '"sum_over_batch_size", or "sum".'
+            )
         divisor = divisor_of(sample_weight, mask, reduction, value.dtype)
         if divisor is None:
             return value
@@ -150,6 +156,18 @@ class LossTerms:
         divisors, samples = tf.unstack(self.collectives.all_reduce(mine, name=numbered("loss/divisor")), num=2)
         share = tf.math.divide_no_nan(mine[0] * samples, divisors * self.samples)
         return value * tf.cast(share, value.dtype)
+
+    def _naming(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a loss's call that notes its name."""
+
+        def named(loss: Any, *arguments: Any, **options: Any) -> Any:
+            outer, self._loss = self._loss, loss.name
+            try:
+                return call(loss, *arguments, **options)
+            finally:
+                self._loss = outer
+
+        return named
 
     def _counted_once(self, kinds: Iterator[Kind]) -> Callable[[tf.Tensor, Any], tuple[tf.Tensor, Any]]:
         """Return what a `Mean` takes for a number of this pass's samples, which counts once over all replicas."""
@@ -196,6 +214,15 @@ class LossTerms:
             original(layer, tf.nest.map_structure(full, loss))
 
         return add_loss
+
+
+def refusal_of_number(loss: str) -> ConfigError:
+    """Return the error for a loss, by its name, whose one number for a batch cannot be put together from slices."""
+    return ConfigError(
+        f"The loss {loss!r} returns one number for the whole batch, of which each rank has a slice, and it is not a "
+        "plain mean over the samples, or has sample weights or a mask. Return one value for each sample, such as "
+        "keras.ops.mean(keras.ops.square(targets - outputs), axis=-1)."
+    )
 
 
 def means_of(model: Any) -> list[Any]:

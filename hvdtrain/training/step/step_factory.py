@@ -32,7 +32,7 @@ from hvdtrain.training.step.checks import check_positions, check_states, check_s
 from hvdtrain.training.step.contract import CompiledStep
 from hvdtrain.training.step.forward_backward import ForwardBackward
 from hvdtrain.training.step.logs import StepLogs
-from hvdtrain.training.step.loss_kinds import kinds_of, may_form_sums, warnings_of_losses
+from hvdtrain.training.step.loss_kinds import inspect_losses, kinds_of, may_form_sums
 from hvdtrain.training.step.loss_terms import MEANS, Kinds
 from hvdtrain.training.step.optimizers import (
     OptimizerExchange,
@@ -133,7 +133,6 @@ class KerasStepFactory:
         if self._backend.size > 1:
             self._check_metrics(batch)
             self._check_states(batch)
-            self.warnings = warnings_of_losses(self._model, batch)
         if self._backend.size > 1 or self._options.accumulate > 1:
             self._find_kinds(batch)
         self._built = True
@@ -181,19 +180,22 @@ class KerasStepFactory:
         return Predictor(self._backend, self._model)
 
     def _find_kinds(self, batch: Batch) -> None:
-        """Find out which numbers are sums over samples."""
-        model = self._model
-        if not may_form_sums(model):
-            return
-        self._kinds, warnings = self._kinds_of(batch, self._forms())
-        self.warnings += warnings
-        self._evaluator.kinds = Kinds(added=self._kinds.added)
+        """Find out which numbers are means over samples, and which are sums."""
+        model, found = self._model, MEANS
+        batch_means, warnings = inspect_losses(model, batch)
+        self.warnings = warnings if self._backend.size > 1 else []
+        if may_form_sums(model):
+            found, warnings = self._kinds_of(batch, self._forms())
+            self.warnings += warnings
+        self._kinds = replace(found, batch_means=batch_means)
+        self._evaluator.kinds = Kinds(added=found.added, batch_means=batch_means)
 
     def _kinds_of(self, batch: Batch, step: Callable[[Batch], Any]) -> tuple[Kinds, list[str]]:
         return kinds_of(self._model, batch, step, logs=self._logs, replicas=self._backend)
 
     def _kinds_in_evaluation(self, batch: Batch) -> Kinds:
-        return self._kinds_of(batch, lambda batch: self._model.test_step(keras_data(batch)))[0]
+        found, _ = self._kinds_of(batch, lambda batch: self._model.test_step(keras_data(batch)))
+        return replace(found, batch_means=self._kinds.batch_means)
 
     def _check_metrics(self, batch: Batch) -> None:
         """Reject metrics whose states cannot be added up."""

@@ -104,6 +104,13 @@ def sum_of_losses() -> Case:
     return perceptron(), {"loss": keras.losses.MeanSquaredError(reduction="sum")}, (X, VALUES)
 
 
+def mean_over_the_batch() -> Case:
+    """One number, beside an output's values for each sample."""
+    inputs = keras.Input((6,))
+    model = keras.Model(inputs, [keras.layers.Dense(1, name=name)(inputs) for name in "ab"])
+    return model, {"loss": [lambda y, p: keras.ops.mean(keras.ops.square(y - p)), "mae"]}, (X, [VALUES, VALUES])
+
+
 def weights_of_samples() -> Case:
     return perceptron(), {"loss": "mse", "weighted_metrics": ["mae"]}, (X, VALUES, WEIGHTS)
 
@@ -134,6 +141,7 @@ EXACT = (
     ignored_class,
     mean_of_weights,
     sum_of_losses,
+    mean_over_the_batch,
     weights_of_samples,
     mean_that_a_layer_adds,
     sum_that_a_layer_adds,
@@ -145,9 +153,10 @@ EXACT = (
 OF_EVERY_KIND = (
     ignored_class,
     mean_of_weights,
+    mean_over_the_batch,
     sum_that_a_layer_adds,
 )
-"""Divided by labels, by weights, and not at all."""
+"""Divided by labels, by weights, by the loss itself, and not at all."""
 
 
 def compiled(case: Callable[[], Case], seed: int) -> tuple[keras.Model, dict[str, Any]]:

@@ -173,7 +173,7 @@ def loss_cases() -> dict[str, Case]:
 def declared_function(name: str) -> dict[str, Mapping[str, str]]:
     if name not in OF_THE_BATCH:
         return {}
-    return {"refused": {RANKS: "returned one number for the whole batch"}}
+    return {"refused": {RANKS: "returns one number for the whole batch"}}
 
 
 METRICS = {

@@ -5,11 +5,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdtrain.backends.single import SingleBackend
+from hvdtrain.backends.single import NoOpCollectives, SingleBackend
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.batch import as_batch
 from hvdtrain.training.step.logs import StepLogs
-from hvdtrain.training.step.loss_kinds import kinds_of, may_form_sums, warnings_of_losses
+from hvdtrain.training.step.loss_kinds import inspect_losses, kinds_of, may_form_sums
+from hvdtrain.training.step.loss_terms import Kinds, LossTerms
 from hvdtrain.training.step.optimizers import unapplied
 
 X = np.random.default_rng(0).standard_normal((6, 3)).astype("float32")
@@ -135,11 +136,62 @@ def test_a_compiled_loss_that_compares_samples_is_named(loss, named):
     batch = as_batch((tf.constant(X[:5]), targets), 1.0, 5)
     model.test_step((batch.inputs, batch.targets))  # builds the losses
     before = [np.array(variable.numpy()) for variable in model.variables]
-    warnings = warnings_of_losses(model, batch)
+    batch_means, warnings = inspect_losses(model, batch)
+    assert not batch_means
     assert len(warnings) == (named is not None), warnings
     assert named is None or f"the loss of {named} is neither a mean nor a sum over the samples" in warnings[0]
     for variable, value in zip(model.variables, before, strict=True):
         np.testing.assert_array_equal(variable.numpy(), value)
+
+
+def compiled_with(loss):
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    model.compile("sgd", loss)
+    model.test_step((X, tf.ones([6, 2])))  # builds the losses
+    return model, as_batch((tf.constant(X), tf.ones([6, 2])), 1.0, 6)
+
+
+def test_a_compiled_loss_may_be_one_mean_over_the_batch():
+    model, batch = compiled_with(lambda targets, outputs: tf.reduce_mean(squared(targets, outputs)))
+    assert inspect_losses(model, batch) == (True, [])
+
+
+def total(targets, outputs):
+    return tf.reduce_sum(squared(targets, outputs))
+
+
+def ratio(targets, outputs):
+    return tf.reduce_sum(outputs * targets) / tf.reduce_sum(outputs**2 + targets)
+
+
+@pytest.mark.parametrize("loss", [total, ratio])
+def test_one_number_for_the_batch_that_is_not_its_mean_is_refused(loss):
+    with pytest.raises(ConfigError, match=f"The loss '{loss.__name__}' returns one number for the whole batch"):
+        inspect_losses(*compiled_with(loss))
+
+
+@pytest.mark.parametrize(
+    ("loss", "weight", "message"),
+    [
+        (keras.losses.dice, None, "The loss 'dice' returns one number for the whole batch"),
+        (lambda y, p: tf.reduce_mean(y - p), tf.ones([6]), "The loss 'lambda' returns one number"),
+        (keras.losses.MeanSquaredError(reduction=None), None, "'mean_squared_error' has reduction=None"),
+    ],
+)
+def test_a_loss_of_a_slice_that_cannot_be_summed_is_named(loss, weight, message):
+    model, batch = compiled_with(loss)
+    batch_means, _ = inspect_losses(model, batch)
+    one = tf.ones([], tf.float64)
+    terms = LossTerms(
+        model=model,
+        collectives=NoOpCollectives(),
+        samples=one,
+        total=one,
+        whole=False,
+        kinds=Kinds(batch_means=batch_means),
+    )
+    with terms.corrected(), pytest.raises(ConfigError, match=message):
+        model.compute_loss(batch.inputs, batch.targets, model(batch.inputs), weight)
 
 
 def test_what_is_random_is_not_judged_to_the_last_digit():
