@@ -136,7 +136,9 @@ class Parallelization:
         specs = of_one_size(input_specs(model, inputs))
         with recorded([layer for layer, _ in layers], [layer for layer, _ in outputs], self._group.record):
             wholes = {mode: traced(model, specs, self._group.record, training=mode) for mode in (True, False)}
-        paths = self._cut(model, building.finish(), cuts)
+        # A builder may make layers that the model does not use.
+        made = [each for each in building.finish() if id(each.variable) in cuts]
+        paths = self._cut(model, made, cuts)
         for layer, sliced in layers:
             sliced.install(self._group, f"tensor/{_name_of(layer, paths, cuts)}")
         count_own_heads(model, cuts, self._exchange.size)
@@ -173,9 +175,10 @@ class Parallelization:
 
     def _cuts(self, model: Any, building: Building) -> dict[int, Cut]:
         """Return the cuts of variables that match the rules, by id."""
-        cuts = {key: made.cut for key, made in building.made.items()}
+        cuts = {}
         for variable in model.variables:
-            if id(variable) in cuts:
+            if id(variable) in building.made:
+                cuts[id(variable)] = building.made[id(variable)].cut
                 continue
             cut = self._rules.cut_of(variable.path, variable.shape, self._exchange.index, self._exchange.size)
             if cut is None:

@@ -913,6 +913,16 @@ def test_no_more_than_one_variable_is_whole_at_a_time():
     assert not any(isinstance(variable, ShardedWhileBuilding) for variable in model.variables)
 
 
+def test_a_layer_that_the_model_does_not_use_is_left_alone():
+    def build():
+        functional((LENGTH, WIDTH), lambda x: layers.Dense(6, name="up_unused")(x))
+        return functional((LENGTH, WIDTH), dense_pair)
+
+    model = split(build, {r"up.*/kernel": (None, "tp"), "down/kernel": ("tp", None)})
+    up = next(variable for variable in model.variables if variable.path == "up/kernel")
+    assert tuple(up.shape) == (WIDTH, 3)
+
+
 def test_values_that_a_builder_assigns_are_cut():
     def build():
         model = functional((LENGTH, WIDTH), dense_pair)
