@@ -1,11 +1,12 @@
 """A training that goes on when ranks are lost, and takes in new ones, without a restart.
 
-    echo 'echo localhost:2' > discover.sh && chmod +x discover.sh
+    echo 'echo localhost:1; echo 127.0.0.1:1' > discover.sh && chmod +x discover.sh
     horovodrun --gloo -np 2 --min-np 1 --max-np 4 --host-discovery-script ./discover.sh \
-        --network-interfaces lo python examples/elastic.py
+        --network-interfaces lo python examples/elastic.py --epochs 600
 
-Change what discover.sh prints to localhost:3, or kill a rank, and watch the lines that say how many ranks there are.
-The global batch stays that of the first world, and so does what is learnt.
+While it trains, for about a minute, kill a rank (kill -9), or let discover.sh print localhost:2 in place of
+localhost:1, and watch the lines that say how many ranks there are. The global batch stays that of the first world, and
+so does what is learnt. A host that lost a rank is not used again, so one machine needs a name for each rank to lose.
 """
 
 import argparse
