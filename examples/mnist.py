@@ -3,9 +3,11 @@
     horovodrun -np 2 python examples/mnist.py
 
 Shows the accuracy on the test images after each epoch, 0.99 after five. One rank trains the same but for dropout.
+MNIST is downloaded to ~/.keras/datasets/mnist.npz; on a machine without internet, put that file there, or pass --data.
 """
 
 import argparse
+import sys
 
 import hvdtrain
 
@@ -23,7 +25,10 @@ def load(path):
         arrays = [file[name] for name in ("x_train", "y_train", "x_test", "y_test")]
     else:
         if hvdtrain.local_rank() == 0:
-            keras.datasets.mnist.load_data()  # one rank of each host downloads it
+            try:
+                keras.datasets.mnist.load_data()  # one rank of each host downloads it
+            except Exception as error:
+                sys.exit(f"{error}\nWithout internet, put mnist.npz into ~/.keras/datasets, or pass --data mnist.npz.")
         hvdtrain.barrier()
         (x, y), (test_x, test_y) = keras.datasets.mnist.load_data()
         arrays = [x, y, test_x, test_y]
