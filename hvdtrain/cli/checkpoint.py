@@ -2,7 +2,7 @@
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +118,14 @@ def _row(path: Path) -> list[str]:
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.saved_at))
     step, best = found.scalars.get("step", ""), found.scalars.get("best") or {}
     remark = f"best so far: {best['metric']} {best['value']:.4f}" if best and best.get("step") == step else ""
-    return [str(step), str(found.scalars.get("epoch", "")), when, decimal(size), remark]
+    return [str(step), _epoch(found.scalars), when, decimal(size), remark]
+
+
+def _epoch(scalars: Mapping[str, Any]) -> str:
+    """Return the epoch of the last step, counted as in the log."""
+    if "epoch" not in scalars:
+        return ""
+    return str(scalars["epoch"] - scalars.get("epochs_before", 0) + (scalars.get("step_in_epoch", 0) > 0))
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -55,7 +55,7 @@ def test_list_shows_what_is_there(home):
     assert shown.code == 0, shown.text
     rows = shown.out.splitlines()
     assert rows[0].split() == ["step", "epoch", "saved", "size"]
-    assert [row.split()[:2] for row in rows[1:]] == [["23", "1"], ["46", "2"], ["60", "2"]]
+    assert [row.split()[:2] for row in rows[1:]] == [["23", "1"], ["46", "2"], ["60", "3"]]
     assert any(re.search(r" MB|kB  best so far: val_accuracy 0\.\d+$", row) for row in rows[1:])
     assert checkpoint(home, "list", "run/checkpoints").out == shown.out
     assert checkpoint(home, "list", "own/step-00000004").out.splitlines()[1].split()[:2] == ["4", "1"]
