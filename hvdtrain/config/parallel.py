@@ -57,22 +57,23 @@ def parse_axes(text: str | Mapping[str, int] | None) -> dict[str, int]:
 
     Raises ConfigError for bad syntax, an unknown or repeated axis, a size below 1, or more than one -1.
     """
+    name = "mesh" if isinstance(text, Mapping) else opt("parallel")
     pairs = list(text.items()) if isinstance(text, Mapping) else _pairs(text)
     sizes: dict[str, int] = {}
     for axis, size in pairs:
         if axis not in AXES:
-            raise ConfigError(f"{opt('parallel')} knows the axes {', '.join(AXES)}. Received: {axis!r}.")
+            raise ConfigError(f"{name} knows the axes {', '.join(AXES)}. Received: {axis!r}.")
         if axis in sizes:
-            raise ConfigError(f"{opt('parallel')} takes each axis once. Received: {axis} twice.")
+            raise ConfigError(f"{name} takes each axis once. Received: {axis} twice.")
         if not isinstance(size, int) or isinstance(size, bool):
             raise ConfigError(f"The size of the axis {axis} must be an int. Received: {size!r}.")
         if size < 1 and size != REST:
             raise ConfigError(
-                f"{opt('parallel')} needs positive sizes, or -1 for the ranks that are left. Received: {axis}={size}."
+                f"{name} needs positive sizes, or -1 for the ranks that are left. Received: {axis}={size}."
             )
         sizes[axis] = size
     if list(sizes.values()).count(REST) > 1:
-        raise ConfigError(f"{opt('parallel')} can give the ranks that are left to one axis only. Received: {text}.")
+        raise ConfigError(f"{name} can give the ranks that are left to one axis only. Received: {text}.")
     return sizes
 
 

@@ -201,6 +201,8 @@ def test_the_axes_may_come_as_a_mapping(session):
         hvdtrain.init(parallel="tp=2", mesh={"tp": 2})
     with pytest.raises(ConfigError, match=r"must be an int\. Received: '2'"):
         hvdtrain.init(mesh={"tp": "2"})
+    with pytest.raises(ConfigError, match=r"mesh knows the axes pp, dp, cp, ep, tp\. Received: 'tpp'"):
+        hvdtrain.init(mesh={"tpp": 2})
 
 
 def test_broadcast_on_one_process_changes_nothing(session):
