@@ -46,7 +46,8 @@ def best_metric(name: str, mode: ModeName) -> BestMetric:
     option = opt("keep_best_mode")
     raise ConfigError(
         f"The name of a metric must tell whether low or high values are better, unless {option} does. "
-        f"Received: {name!r}. Set {option} to min or max."
+        f"Received: {name!r}, in which no word such as loss or accuracy does. Correct the name, or set {option} to min "
+        "or max."
     )
 
 

@@ -205,7 +205,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_first_step(tmp_pa
         ({"folder": "a", "every": 2.5}, "Checkpoint: every must be at least 1. Received: 2.5"),
         ({"folder": "a", "keep": 0}, "Checkpoint: keep must be at least 1"),
         ({"folder": "a", "mode": "max"}, "mode='max' does not go with best=None"),
-        ({"folder": "a", "best": "wins"}, "Received: 'wins'. Set mode to min or max"),
+        ({"folder": "a", "best": "wins"}, "Received: 'wins'.* Correct the name, or set mode to min or max"),
         ({"folder": "a", "best": "loss", "mode": "up"}, "must be one of auto, min, max. Received: 'up'"),
     ],
 )
