@@ -97,7 +97,8 @@ def _of_arrays(file: Path | io.BytesIO, name: str, preprocessing: Preprocessing,
     except OSError as error:
         raise DataError(f"{name} cannot be read: {error.strerror or error}.") from None
     if preprocessing.image is not None:
-        return pixels(_only_array(arrays, name), preprocessing.image, name)
+        array, name = _only_array(arrays, name)
+        return pixels(array, preprocessing.image, name)
     return arrays_as_they_are(arrays, signature, name)
 
 
@@ -222,21 +223,23 @@ def arrays_as_they_are(arrays: Any, signature: Any, name: str) -> PredictionSamp
         return _rows({key: _fitting(arrays[key], part, f"{name}, {key}") for key, part in signature.items()}, name)
     if isinstance(signature, list):
         raise DataError("The model takes several inputs without names, which no file can tell apart: name them.")
-    return _rows(_fitting(_only_array(arrays, name), signature, name), name)
+    array, name = _only_array(arrays, name)
+    return _rows(_fitting(array, signature, name), name)
 
 
-def _only_array(arrays: Any, name: str) -> np.ndarray:
-    """Return the one array of inputs: named `inputs` or `x`, or the only one."""
+def _only_array(arrays: Any, name: str) -> tuple[np.ndarray, str]:
+    """Return the one array of inputs, named `inputs` or `x`, or the only one, and its name in messages."""
     if not isinstance(arrays, Mapping):
-        return np.asarray(arrays)
+        return np.asarray(arrays), name
     chosen = next((arrays[wanted] for wanted in ("inputs", "x") if wanted in arrays), None)
     if chosen is None and len(arrays) == 1:
-        chosen = next(iter(arrays.values()))
+        ((key, chosen),) = arrays.items()
+        name = f"The array {key!r} of {name}, which has no x or inputs,"
     if chosen is None:
         raise DataError(
             f"{name} must hold one array of inputs, or name it x or inputs. It holds: {', '.join(arrays) or 'none'}."
         )
-    return np.asarray(chosen)
+    return np.asarray(chosen), name
 
 
 def _fitting(given: Any, signature: Mapping[str, Any], name: str) -> np.ndarray:

@@ -226,6 +226,7 @@ def test_several_inputs_are_matched_by_name(tmp_path):
             Preprocessing(),
             r"must be an array \[samples, 3\]. Received: float64 \[5, 2\]",
         ),
+        (["-"], npz(foo=np.ones((5, 2))), Preprocessing(), "array 'foo' of standard input, which has no x or inputs,"),
         (["-"], npz(a=np.ones(5), b=np.ones(5)), Preprocessing(), "must hold one array.*It holds: a, b"),
         (["a.txt"], None, Preprocessing(text=TextInputs("bytes", 4)), "generate"),
     ],
