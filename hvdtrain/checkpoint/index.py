@@ -154,13 +154,20 @@ def read_index(path: Path) -> Index:
             saved_at=float(content["saved_at"]),
             step=content["step"],
         )
+    except CheckpointError:
+        raise
     except (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
-        raise damaged(path, error) from error
+        raise _damaged(path, error) from error
 
 
-def damaged(path: Path, error: Exception) -> CheckpointError:
+def _damaged(path: Path, error: Exception) -> CheckpointError:
     """Return the error that names the checkpoint at `path` and the cause."""
-    return CheckpointError(f"The checkpoint {path} is damaged: {type(error).__name__} {error}.")
+    cause = f"{NAME} is not as it was written"
+    if isinstance(error, OSError):
+        cause = f"{Path(error.filename or NAME).name}: {error.strerror or error}"
+    elif type(error) is ValueError:
+        cause = str(error).rstrip(".")
+    return CheckpointError(f"The checkpoint {path} is damaged: {cause}.")
 
 
 def _stored_tensor(path: str, content: Mapping[str, Any], files: Mapping[str, int]) -> StoredTensor:

@@ -194,7 +194,8 @@ class SliceReader:
             found = view.get_dtype(), list(view.get_shape())
             content = np.ascontiguousarray(file.get_tensor(stored.name)) if found == _stored_as(dtype, shape) else None
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"The checkpoint {self._path} is damaged: {stored.file}: {error}.") from error
+            cause = getattr(error, "strerror", None) or error
+            raise CheckpointError(f"The checkpoint {self._path} is damaged: {stored.file}: {cause}.") from error
         if content is None or hashlib.sha256(content.reshape(-1).view(np.uint8).data).hexdigest() != stored.sha256:
             raise CheckpointError(
                 f"The checkpoint {self._path} is damaged: in {stored.file} the bytes of {path} are not those that were "

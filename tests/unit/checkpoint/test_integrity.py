@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 
 import numpy as np
 import pytest
@@ -73,6 +74,9 @@ def test_the_newest_good_one_is_used_and_damaged_ones_are_named_and_set_aside(fo
     assert Checkpointer(folder).find_to_go_on() == at(folder, good)
     told = capsys.readouterr().err
     assert f"hvdtrain: warning: The checkpoint {at(folder, 6)} is damaged: " in told
+    for line in told.splitlines():
+        assert line.count("is damaged") == 1
+        assert not re.search(r"Error|Errno|\.\.", line), line
     assert "It is set aside as step-00000006.damaged." in told
     assert (at(folder, 4).name in told) == exchanged
     aside = [f"{at(folder, step).name}.damaged" for step in STEPS if step > good]
