@@ -99,7 +99,7 @@ class FolderLock:
             raise CheckpointError(
                 f"One job at a time writes to a folder. Received: {self._file.parent}, to which {_named(holder)} still "
                 "writes. Wait for it, or name another folder."
-            )
+            ) from None
         self._file.unlink(missing_ok=True)
 
     def _sign(self, descriptor: int) -> None:

@@ -64,8 +64,9 @@ def test_a_second_job_is_refused_until_the_first_is_gone(tmp_path, holder):
     trainer = hvdtrain.Trainer(keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)]), "sgd", "mse")
     who = rf"Received: {re.escape(str(folder))}, to which process {holder.pid} on \S+, since .*, still writes\."
     for _ in range(2):  # being refused does not let go of it for the first
-        with pytest.raises(CheckpointError, match=f"One job at a time writes to a folder\\. {who}"):
+        with pytest.raises(CheckpointError, match=f"One job at a time writes to a folder\\. {who}") as raised:
             trainer.fit(x, x, batch=4, checkpoint=folder, verbose=0)
+        assert raised.value.__suppress_context__
     assert [path.name for path in folder.iterdir()] == [".lock"]
     holder.kill()  # what it leaves locks nobody out
     holder.wait(30)
