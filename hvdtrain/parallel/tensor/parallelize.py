@@ -222,10 +222,10 @@ class Parallelization:
         except ConfigError:
             raise
         except (ValueError, TypeError, tf.errors.OpError) as error:
-            advice = _of_receiver(error) or _elsewhere(model)
+            advice = _of_receiver(error) or f"{_elsewhere(model)}What was raised: {_cause(error)}"
             raise ConfigError(
                 f"{model.name!r} cannot be called with slices of its variables: an activation of which each rank has a "
-                f"slice arrives where the whole is needed. {advice}What was raised: {error}"
+                f"slice arrives where the whole is needed. {advice}"
             ) from error
         variables = structure_of(model).by_path(model.variables)
         return follow(
@@ -243,8 +243,14 @@ def _of_receiver(error: Exception) -> str:
         return ""
     return (
         f"It arrives at {match[1]!r}: cut that along its input, by '{match[1]}/kernel': ('tp', None), or leave the "
-        "layer before it whole. "
+        "layer before it whole."
     )
+
+
+def _cause(error: Exception) -> str:
+    """Return an exception's own words, without the call and its arguments that Keras adds around bold text."""
+    own = re.search(r"\x1b\[1m(.*)\x1b\[0m", str(error), re.DOTALL)
+    return own[1] if own else str(error)
 
 
 def _elsewhere(model: Any) -> str:

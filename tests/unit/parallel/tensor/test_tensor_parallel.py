@@ -417,6 +417,7 @@ def refused(build, rules, *words, inputs=None, shape=(LENGTH, WIDTH), **options)
         split(made, rules, inputs, **options)
     for word in words:
         assert re.search(word, str(caught.value)), str(caught.value)
+    assert not re.search(r"\x1b|Arguments received", str(caught.value)), str(caught.value)
 
 
 DENSE = {"up/kernel": (None, "tp"), "down/kernel": ("tp", None)}
