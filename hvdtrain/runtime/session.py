@@ -15,7 +15,7 @@ from hvdtrain.config.parallel import REST, parse_axes
 from hvdtrain.config.runtime import IN_ONE_PROCESS, OF_TF_DISTRIBUTE, WITH_REPLICAS, RuntimeConfig
 from hvdtrain.runtime.broken_links import exchange_places
 from hvdtrain.runtime.control.agreement import agree, installed_versions
-from hvdtrain.runtime.control.channel import ControlChannel
+from hvdtrain.runtime.control.channel import ControlChannel, gather
 from hvdtrain.runtime.devices import (
     DevicePlan,
     agree_on_gpu,
@@ -211,7 +211,14 @@ def open_session(link: Link, config: RuntimeConfig, facts: Mapping[str, str] | N
     import_tensorflow()
     gpus = visible_gpus(environment.hostname)
     gpu = agree_on_gpu(link.control, environment, gpus, mixed=not with_horovod, timeout=timeout)
-    strategy = _start_tensorflow(link, config, plan, gpu)
+    late = _configure_tensorflow(link, config, plan, gpu)
+    all_late = all(gather(link.control, late is not None, timeout=timeout))
+    if late is not None and (environment.rank == 0 or not all_late):
+        warnings.warn(
+            f"TensorFlow was in use before hvdtrain.init(): its threads stay as they are ({late}).",
+            stacklevel=3,  # the caller of init
+        )
+    strategy = _start_tensorflow(link, config, plan)
     places = exchange_places(link.control, environment, timeout=timeout)
     hosts = [place.host for place in places]
     limit_silence = lose_silent_ranks if environment.elastic else outlast_hangs
@@ -266,29 +273,37 @@ def join_next_world(session: Session) -> Session:
     return following
 
 
-def _start_tensorflow(link: Link, config: RuntimeConfig, plan: DevicePlan, gpu: int | None) -> OpenStrategy | None:
-    """Set up TensorFlow's threads and devices, and make the strategy of a backend of tf.distribute."""
-    environment = link.environment
-    if link.worlds is not None and link.worlds.entered > 1:
-        return None  # TensorFlow keeps the threads and devices of the first world
+def _configure_tensorflow(link: Link, config: RuntimeConfig, plan: DevicePlan, gpu: int | None) -> RuntimeError | None:
+    """Set up TensorFlow's threads and devices; return the error if it was in use before."""
+    if _keeps_tensorflow(link):
+        return None
     try:
         prepare_devices(config)
         # A model in a process of its own may have its halves on several.
-        configure_tensorflow(plan, gpu, all_gpus=config.backend in WITH_REPLICAS or environment.size == 1)
+        configure_tensorflow(plan, gpu, all_gpus=config.backend in WITH_REPLICAS or link.environment.size == 1)
         if config.deterministic:
             choose_deterministic_operations()
     except RuntimeError as error:
-        warnings.warn(
-            f"TensorFlow was in use before hvdtrain.init(): its threads stay as they are ({error}).",
-            stacklevel=3,
-        )
+        return error
+    return None
+
+
+def _keeps_tensorflow(link: Link) -> bool:
+    """Return whether TensorFlow has the threads and devices of an earlier world."""
+    return link.worlds is not None and link.worlds.entered > 1
+
+
+def _start_tensorflow(link: Link, config: RuntimeConfig, plan: DevicePlan) -> OpenStrategy | None:
+    """Start TensorFlow as it is configured, and make the strategy of a backend of tf.distribute."""
+    if _keeps_tensorflow(link):
+        return None
     if len(plan.cores) == 1:
         end_iterators_at_once()
     import tensorflow as tf
 
     strategy = None
     if config.backend in OF_TF_DISTRIBUTE:
-        strategy = open_strategy(config, environment, link.control, timeout=config.start_timeout)
+        strategy = open_strategy(config, link.environment, link.control, timeout=config.start_timeout)
     tf.config.list_logical_devices()  # creates the context, with what was set above
     return strategy
 

@@ -50,9 +50,10 @@ def test_a_mistake_on_one_rank_only(tmp_path):
 
 
 CRASH = """\
-import hvdtrain
+import hvdtrain, keras
+keras.ops.zeros(1)
 hvdtrain.init()
-import keras, numpy as np
+import numpy as np
 model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)], name="alone")
 model.compile("sgd", "mse")
 model.fit(np.zeros((8, 2)), np.zeros((8, 1)), verbose=0)
@@ -75,6 +76,7 @@ def test_an_exception_on_one_rank_ends_the_job_with_its_traceback(tmp_path, cont
     assert job.code != 0
     assert job.text.count("ZeroDivisionError: the file is broken") == 1, job.text[-4000:]
     assert "rank 1" in job.text
+    assert job.text.count("crash.py:3: UserWarning: TensorFlow was in use before hvdtrain.init()") == 1, job.text
     assert job.text.count("each of the 2 ranks has trained 'alone' by itself") == 1, job.text[-4000:]
     assert "HorovodInternalError" not in job.text, job.text[-4000:]
     assert "hangs" not in job.text, job.text[-4000:]
