@@ -131,7 +131,8 @@ class Trainer(FittingTrainer):
             validation_batch_size: samples per evaluation step and rank; default: `batch_size`.
             validation_freq: evaluate every N epochs, or after those in a list, counted from 1.
             batch: samples per step over all ranks, instead of `batch_size`.
-            validation_batch: samples per evaluation step over all ranks, instead of `validation_batch_size`.
+            validation_batch: samples per evaluation step over all ranks, instead of `validation_batch_size`; default:
+                256, unless `batch_size` is given.
             log_every: steps between two logged steps.
             shard: "rank" if each rank passes its own part of the data (validation data too), in arrays or in its own
                 batches; None if every rank passes all of them.
@@ -199,6 +200,8 @@ class Trainer(FittingTrainer):
         shard: str | None = None,
     ) -> Score | Scores | dict[str, Any]:
         """Return loss and metrics over all samples, each counted once, as `Model.evaluate` does. Collective.
+
+        As there, the losses of several outputs are means over batches, of which the last may be smaller.
 
         All ranks pass the same arguments. If ranks hold different weights, rank 0's are used.
 
