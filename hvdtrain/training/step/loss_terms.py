@@ -219,9 +219,9 @@ class LossTerms:
 def refusal_of_number(loss: str) -> ConfigError:
     """Return the error for a loss, by its name, whose one number for a batch cannot be put together from slices."""
     return ConfigError(
-        f"The loss {loss!r} returns one number for the whole batch, of which each rank has a slice, and it is not a "
-        "plain mean over the samples, or has sample weights or a mask. Return one value for each sample, such as "
-        "keras.ops.mean(keras.ops.square(targets - outputs), axis=-1)."
+        f"The loss {loss!r} returns one number for the whole batch, of which each rank or microbatch has a slice. "
+        "Return one value for each sample, such as keras.ops.mean(keras.ops.square(targets - outputs), axis=-1). One "
+        "number may be a plain mean over the samples, without sample weights, a mask or a pipeline."
     )
 
 
