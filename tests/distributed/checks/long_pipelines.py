@@ -31,7 +31,8 @@ def check_four_stages_and_replicas_of_two_train_as_one_process_does(world: World
         assert_parity(mesh, "float64", "sgd", tied=True)
     folder = world.folder / "stages_of_replicas"
     with on_mesh(world, "pp=2") as mesh, mock.patch.object(shards, "SMALL_BYTES", 0):
-        trainer = assert_parity(mesh, "float64", "sgd", accumulate=2, tied=True, clip_norm=BOUND, zero=1)
+        options = {"accumulate": 2, "tied": True, "clip_norm": BOUND, "zero": 1}
+        trainer = assert_parity(mesh, "float64", "sgd", loss=per_sample, **options)  # a user's own loss
         trainer.save(folder)
         world.gather(b"")
     with on_mesh(world, "dp=-1") as mesh:
