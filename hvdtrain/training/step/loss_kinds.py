@@ -157,17 +157,39 @@ def inspect_losses(model: Any, batch: Batch) -> tuple[bool, list[str]]:
         return False, []
     rows = int(rows_of(samples_in(halves[0])))
     cuts = (slice(0, rows), slice(rows, None), slice(None))
-    with unchanged(model, graph):
+
+    def values_of(*targets: Any) -> list[tuple[float, ...]]:
+        """Return each loss's values of both halves and of the whole, with these targets."""
         results = [
-            compute(part.targets, tf.nest.map_structure(lambda each, cut=cut: each[cut], outputs))
-            for part, cut in zip(halves, cuts, strict=True)
+            compute(part, tf.nest.map_structure(lambda each, cut=cut: each[cut], outputs))
+            for part, cut in zip(targets, cuts, strict=True)
         ]
-    sums_of_parts = [tuple(float(each) for each in of_loss) for of_loss in zip(*results, strict=True)]
-    known = list(zip(sums_of_parts, are_numbers, strict=True))
-    if not all(_adds_up(*values, mean=True, tolerance=_ROUNDING) for values, is_number in known if is_number):
-        raise refusal_of_number(names)
-    added_up = all(_adds_up(*values, mean=False) for values, is_number in known if not is_number)
+        return [tuple(float(each) for each in of_loss) for of_loss in zip(*results, strict=True)]
+
+    with unchanged(model, graph):
+        known = values_of(*(part.targets for part in halves))
+        # A mean over the targets that are not padding is one over samples where none is.
+        padded = [values_of(*_padded(halves, number)) for number in (0, -1)] if any(are_numbers) else []
+    for values in (known, *padded):
+        of_batch = [each for each, is_number in zip(values, are_numbers, strict=True) if is_number]
+        if np.isfinite(of_batch).all() and not all(
+            _adds_up(*each, mean=True, tolerance=_ROUNDING) for each in of_batch
+        ):
+            raise refusal_of_number(names)
+    of_samples = [each for each, is_number in zip(known, are_numbers, strict=True) if not is_number]
+    added_up = all(_adds_up(*each, mean=False) for each in of_samples)
     return any(are_numbers), [] if added_up else [_of_pairs(names)]
+
+
+def _padded(halves: Sequence[Batch], number: int) -> tuple[Any, Any, Any]:
+    """Return the targets of the halves and of both, with `number` for every other one of the second half."""
+
+    def padded(targets: tf.Tensor) -> tf.Tensor:
+        odd = tf.reshape(tf.range(tf.size(targets)) % 2 == 1, tf.shape(targets))
+        return tf.where(odd, tf.cast(number, targets.dtype), targets)
+
+    first, second = halves[0].targets, tf.nest.map_structure(padded, halves[1].targets)
+    return first, second, tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), first, second)
 
 
 def _takes_samples_alone(loss: Any) -> bool:

@@ -164,6 +164,27 @@ def ratio(targets, outputs):
     return tf.reduce_sum(outputs * targets) / tf.reduce_sum(outputs**2 + targets)
 
 
+def padding_aside(ignored):
+    """Return a mean over the labels that are not `ignored`, as tutorials of translation have it."""
+
+    def masked(labels, logits):
+        mask = tf.cast(labels != ignored, logits.dtype)
+        values = keras.losses.sparse_categorical_crossentropy(tf.maximum(labels, 0), logits, from_logits=True)
+        return tf.reduce_sum(values * mask) / tf.reduce_sum(mask)
+
+    return masked
+
+
+@pytest.mark.parametrize("ignored", [0, -1])
+def test_a_mean_over_labels_but_padding_is_refused_even_where_the_first_batch_has_none(ignored):
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4)])
+    model.compile("sgd", padding_aside(ignored))
+    labels = tf.constant([1, 2, 3, 1, 2, 3])
+    model.test_step((X, labels))
+    with pytest.raises(ConfigError, match="The loss 'masked' returns one number for the whole batch"):
+        inspect_losses(model, as_batch((tf.constant(X), labels), 1.0, 6))
+
+
 @pytest.mark.parametrize("loss", [total, ratio])
 def test_one_number_for_the_batch_that_is_not_its_mean_is_refused(loss):
     with pytest.raises(ConfigError, match=f"The loss '{loss.__name__}' returns one number for the whole batch"):
