@@ -147,7 +147,8 @@ def repeated_rows(model: Any, optimizer: Any) -> list[str]:
         return []
     return [
         f"note: the gradients of a row that a batch names several times ({', '.join(dict.fromkeys(names))}) are added "
-        f"before {type(innermost(optimizer)).__name__} squares them; Keras squares each: docs/keras_support.md."
+        f"before {type(innermost(optimizer)).__name__} squares them; Keras squares each, and moves such rows further: "
+        "docs/keras_support.md."
     ]
 
 
