@@ -111,7 +111,7 @@ def drawn(settings: dict[str, dict[str, Any]]) -> bytes:
             over_time[rule] = [(samples / rate, loss) for samples, loss in points]
         titles = (("samples", over_samples), ("seconds", over_time))
         rows.append([Curves(f"ranks {setting}: loss", xlabel, found, logarithmic=True) for xlabel, found in titles])
-    return curves(rows)
+    return curves(rows, one_legend=True)
 
 
 def main() -> int:

@@ -83,8 +83,8 @@ def bars(panels: Sequence[Bars]) -> bytes:
     return _png(figure)
 
 
-def curves(rows: Sequence[Sequence[Curves]]) -> bytes:
-    """Plot rows of panels of curves; a label has one colour in all of them."""
+def curves(rows: Sequence[Sequence[Curves]], *, one_legend: bool = False) -> bytes:
+    """Plot rows of panels of curves; a label has one colour in all of them, and `one_legend` all labels below them."""
     labels = list(dict.fromkeys(label for row in rows for panel in row for label in panel.curves))
     figure = _figure(2.6 * len(rows))
     grid = figure.subplots(len(rows), len(rows[0]), squeeze=False)
@@ -105,8 +105,10 @@ def curves(rows: Sequence[Sequence[Curves]]) -> bytes:
             axes.axhline(1.0, color="#bbbbbb", linewidth=0.8)
             axes.set_ylim(bottom=0)
             axes.set_xticks(sorted({place for points in panel.curves.values() for place, _ in points}))
-        if panel.curves:
+        if panel.curves and not one_legend:
             axes.legend(frameon=False, fontsize=7, labelcolor=INK)
+    if one_legend:
+        figure.legend(*grid.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     return _png(figure)
 
 

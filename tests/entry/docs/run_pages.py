@@ -7,6 +7,7 @@ one line of JSON per block: the hashes of all models in the namespace, and how t
 """
 
 import functools
+import gc
 import hashlib
 import json
 import linecache
@@ -37,6 +38,9 @@ def run_page(page):
             FITS.clear()
             exec(compiled(block), names)
             report(block, names)
+    # As a script ends, on all ranks at once: a server of tf.data, collected within a step, stops its rank alone.
+    names.clear()
+    gc.collect()
     import keras
 
     assert keras.config.dtype_policy().name == "float32", f"{page} leaves its dtype policy to the next page"
