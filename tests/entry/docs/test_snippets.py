@@ -27,7 +27,7 @@ def job(tmp_path_factory):
     """All pages, one after the other, on 2 ranks."""
     folder = tmp_path_factory.mktemp("pages")
     words = [sys.executable, "-m", "tests.entry.docs.run_pages", *RUN_HERE]
-    return run([*launcher("mpirun", SIZE), *words], cwd=folder, timeout=300, PYTHONPATH=str(ROOT), code=None)
+    return run([*launcher("mpirun", SIZE), *words], cwd=folder, timeout=600, PYTHONPATH=str(ROOT), code=None)
 
 
 @pytest.fixture(scope="module")
