@@ -192,11 +192,11 @@ class Server:
         asked = self._waiting[event]
         if not asked or (kind == PULL and not self._may_go_on(int(asked[0]["step"]))):
             return False
-        self._actions[kind](worker, asked.popleft())
         if self._options.record is not None:
-            self.events.append(event)
+            self.events.append(event)  # before the answer, after which the worker may read them
         if self._replay:
             self._replay.popleft()
+        self._actions[kind](worker, asked.popleft())
         return True
 
     def _may_go_on(self, step: int) -> bool:
