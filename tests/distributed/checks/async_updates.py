@@ -136,7 +136,8 @@ class Simulation:
         held = [dict(self._now) for _ in range(size)]
         versions = [[0] * size for _ in range(size)]  # [worker][server]
         computed: list[Any] = [None] * size
-        pushed = [[0] * size for _ in range(size)]  # [worker][server]: pushes that a server has taken
+        # [worker][server]: pushes that a server has taken; one that owns nothing is sent none.
+        pushed = [dict.fromkeys(self._owners.values(), 0) for _ in range(size)]
         epochs, version, done = [0] * size, [0] * size, [0] * size
         ends: dict[int, Weights] = defaultdict(dict)  # parameters at the end of an epoch
         awaited = [[0] * size for _ in range(size)]  # pulls that a worker still waits for
@@ -144,13 +145,13 @@ class Simulation:
         def ready(worker: int, server: int) -> bool:
             """Return whether the worker's next gradient for the server can be computed; it is, for all servers."""
             if computed[worker] is not None:
-                return pushed[worker][server] == min(pushed[worker])  # the server has not taken it yet
+                return pushed[worker][server] == min(pushed[worker].values())  # the server has not taken it yet
             if any(awaited[worker]) and not self._ahead:
                 return False
             ticket = self._tickets[worker][0]
             epoch = ticket // size // STEPS
             if self._together and epoch > epochs[worker]:
-                if any(count < epoch * STEPS * size for count in done):
+                if any(done[each] < epoch * STEPS * size for each in pushed[worker]):
                     return False
                 held[worker], epochs[worker] = dict(ends[epoch]), epoch
                 versions[worker] = [epoch * STEPS * size] * size
@@ -183,7 +184,7 @@ class Simulation:
                         ends[done[server] // (STEPS * size)].update(mine)
                     pushed[worker][server] += 1
                     awaited[worker][server] += 1
-                    if len(set(pushed[worker])) == 1:
+                    if len(set(pushed[worker].values())) == 1:
                         self._tickets[worker].popleft()
                         computed[worker] = None
                 else:
