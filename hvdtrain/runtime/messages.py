@@ -60,7 +60,7 @@ class Messages:
         self._unsent: list[tuple[Any, np.ndarray]] = []  # with their arrays, which MPI reads until they are sent
         self._sending = threading.Lock()
         self._own: dict[int, deque[np.ndarray]] = defaultdict(deque)
-        """What this rank has sent itself, by tag, which needs no MPI."""
+        """Arrays that this rank has sent itself, by tag: they need no MPI."""
         self.check: Callable[[], None] = lambda: None
         """Called while a message is waited for; raises if it will not come."""
 

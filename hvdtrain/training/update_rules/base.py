@@ -45,7 +45,7 @@ class UpdateRule:
     weights_agree = True
     """Whether all replicas hold the same weights after each step."""
     figures: Mapping[str, Any] = {}
-    """What the rule has counted in the last training, for its summary."""
+    """Counts of the last training, for its summary."""
     waits_when_measured = False
     """Whether replicas that go on at their own pace wait for one another in a measured step."""
 

@@ -23,8 +23,9 @@ from hvdtrain.runtime.compiled import run_once
 from hvdtrain.runtime.messages import Messages, Pause
 from hvdtrain.state.variables import unwrap
 from hvdtrain.training.update_rules.servers.layout import HEADER, MEET, MET, Entry, ServerLayout, owners_of
+from hvdtrain.training.update_rules.servers.record import Event
 from hvdtrain.training.update_rules.servers.rule import AsyncUpdate
-from hvdtrain.training.update_rules.servers.server import PARTS, TO_SERVER, Event, Push, Server
+from hvdtrain.training.update_rules.servers.server import PARTS, TO_SERVER, Push, Server
 
 ELASTICITY = 0.9
 """Of `easgd`, over all ranks together: beta of Zhang et al., section 5."""

@@ -38,8 +38,10 @@ from hvdtrain.training.update_rules.base import UpdateRule
 from hvdtrain.training.update_rules.local_sgd import LocalTotals, unique_rows
 from hvdtrain.training.update_rules.servers.connection import Connection, Pulled
 from hvdtrain.training.update_rules.servers.layout import Entry, ServerLayout, owners_of
+from hvdtrain.training.update_rules.servers.outgoing import Outgoing
 from hvdtrain.training.update_rules.servers.pace import PacedData, PacedStep, Slice
-from hvdtrain.training.update_rules.servers.server import Event, Server
+from hvdtrain.training.update_rules.servers.record import Event, check_writable, described, recorded
+from hvdtrain.training.update_rules.servers.server import Server
 from hvdtrain.training.update_rules.zero.stage1 import refuse_frozen, refuse_slots
 
 
@@ -65,7 +67,7 @@ class AsyncUpdate(UpdateRule):
         sizes = {path: int(np.prod(v.shape)) * v.dtype.size for path, v in variables.items()}
         self._owners = self._owners_of(sizes)
         self._layouts: list[ServerLayout] = []
-        self._outbox: list[_Outgoing] = []
+        self._outbox: list[Outgoing] = []
         self._share = tf.Variable(0.0, trainable=False, dtype=tf.float64, name="share")
         self._weight = tf.Variable(0.0, trainable=False, dtype=tf.float64, name="weight")
         self._norm = tf.Variable(0.0, trainable=False, dtype=tf.float64, name="norm")
@@ -76,6 +78,7 @@ class AsyncUpdate(UpdateRule):
         self._consolidated = True
         self._averages: list[tuple[Any, tf.Tensor]] = []
         self._unread = LocalTotals(backend)
+        self._figures_of_all = tf.function(lambda: backend.run(self._measured), autograph=False)
 
     def _owners_of(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """Return the server of each variable, whose size in bytes is given."""
@@ -126,7 +129,7 @@ class AsyncUpdate(UpdateRule):
                 if self._owners[path] == server
             ]
             self._layouts.append(ServerLayout(entries))
-            self._outbox.append(_Outgoing(self._layouts[-1]))
+            self._outbox.append(Outgoing(self._layouts[-1]))
         self._compile()
 
     def end_step(self) -> None:
@@ -205,9 +208,9 @@ class AsyncUpdate(UpdateRule):
     def _connected(self) -> tuple[Connection, Server]:
         """Return the connection and this rank's server; the first call is collective."""
         if self._connection is None or self._server is None:
-            replay = _recorded(self._options.replay, self._backend) if self._options.replay else ()
+            replay = recorded(self._options.replay, self._backend) if self._options.replay else ()
             if self._options.record:
-                _check_writable(self._options.record, self._backend)
+                check_writable(self._options.record, self._backend)
             session = current()
             self._messages = Messages(session, session.load_timeout)
             self._server = self._make_server(self._messages, replay)
@@ -254,17 +257,15 @@ class AsyncUpdate(UpdateRule):
     def _measure(self) -> Measured:
         """Measure a step that all ranks have ended. Collective."""
         self._drain()
-        optimizer = innermost(self.optimizer)
+        bad, norm = self._figures_of_all()
+        rate = rate_of(innermost(self.optimizer))
+        return Measured(learning_rate=rate, grad_norm=norm, loss_scale=None, finite=tf.math.is_finite(bad))
 
-        def measured() -> tuple[tf.Tensor, tf.Tensor]:
-            mine = [unwrap(master).read_value() for master in self._owned()]
-            bad = self._backend.all_reduce(zero_if_finite([*mine, tf.zeros([])]), name="async//finite")
-            return bad, self._backend.all_reduce(self._norm.read_value(), name="async//norm", op="average")
-
-        bad, norm = tf.function(lambda: self._backend.run(measured), autograph=False).get_concrete_function()()
-        return Measured(
-            learning_rate=rate_of(optimizer), grad_norm=norm, loss_scale=None, finite=tf.math.is_finite(bad)
-        )
+    def _measured(self) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return zero if all parameters are finite, and the mean norm of the workers' last gradients. Collective."""
+        mine = [unwrap(master).read_value() for master in self._owned()]
+        bad = self._backend.all_reduce(zero_if_finite([*mine, tf.zeros([])]), name="async//finite")
+        return bad, self._backend.all_reduce(self._norm.read_value(), name="async//norm", op="average")
 
     def _drain(self) -> None:
         """Wait for the answer to this worker's last question: then all that it pushed was applied."""
@@ -371,39 +372,6 @@ class AsyncUpdate(UpdateRule):
             set_decayed(inner, master, is_decayed(inner, variable) and is_decayed(inner, master))
 
 
-class _Outgoing:
-    """A worker's gradients for one server, from the compiled step to the messages."""
-
-    def __init__(self, layout: ServerLayout) -> None:
-        self._flats = [tf.Variable(np.zeros_like(flat), trainable=False) for flat in layout.flat_buffers(layout.dense)]
-        self._rows = [
-            (
-                tf.Variable(np.zeros(0, np.int64), shape=[None], trainable=False),
-                tf.Variable(np.zeros((0, *e.shape[1:]), e.dtype), shape=[None, *e.shape[1:]], trainable=False),
-            )
-            for e in layout.sparse
-        ]
-
-    def keep(self, layout: ServerLayout, gradients: Mapping[str, Gradient]) -> None:
-        """Keep a step's gradients, by path."""
-        for kept, flat in zip(self._flats, layout.flat(layout.dense, gradients), strict=True):
-            kept.assign(flat)
-        for entry, (indices, values) in zip(layout.sparse, self._rows, strict=True):
-            indices.assign(tf.cast(gradients[entry.path].indices, tf.int64))
-            values.assign(gradients[entry.path].values)
-
-    def read(self) -> list[tf.Tensor]:
-        """Return them as tensors, in a compiled function."""
-        return [each.read_value() for each in (*self._flats, *(each for pair in self._rows for each in pair))]
-
-    def arrays(self, tensors: Sequence[tf.Tensor]) -> list[np.ndarray]:
-        """Return the result of `read` as it travels."""
-        arrays = [each.numpy() for each in tensors]
-        flats, rows = arrays[: len(self._flats)], arrays[len(self._flats) :]
-        counts = [np.array([len(indices) for indices in rows[::2]])] if rows else []
-        return [*flats, *counts, *rows]
-
-
 def changes_rows_alone(optimizer: Any) -> bool:
     """Return whether an update by rows of a table leaves all other rows as they were, as a trial shows.
 
@@ -419,39 +387,6 @@ def changes_rows_alone(optimizer: Any) -> bool:
         if not np.array_equal(np.delete(before, row, 0), np.delete(np.array(table), row, 0)):
             return False
     return True
-
-
-def described(staleness: Counter[int]) -> str:
-    """Return a histogram of staleness in words."""
-    values = np.repeat(list(staleness), list(staleness.values()))
-    median, high = np.percentile(values, [50, 95], method="lower")
-    return f"median {median}, 95 % up to {high}, at most {values.max()}"
-
-
-def _recorded(path: str, backend: Backend) -> Sequence[Event]:
-    """Return what this rank's server did in a recorded run. Raises ConfigError if it had other ranks."""
-    try:
-        servers = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{opt('replay', path)} cannot be read ({getattr(error, 'strerror', error)}).") from error
-    if len(servers) != backend.size:
-        raise ConfigError(
-            f"{opt('replay', path)} was recorded on {len(servers)} ranks. Received: {backend.size} ranks."
-        )
-    return [(kind, worker) for kind, worker in servers[backend.index]]
-
-
-def _check_writable(path: str, backend: Backend) -> None:
-    """Check, before a training whose order is to be recorded, that it can be. Raises ConfigError. Collective."""
-    problem = None
-    if backend.primary:
-        try:
-            Path(path).touch()
-        except OSError as error:
-            problem = error.strerror
-    problem = gather(backend, problem)[0]
-    if problem is not None:
-        raise ConfigError(f"{opt('record', path)} cannot be written ({problem}).")
 
 
 def _copy_of(variable: Any) -> Any:

@@ -18,11 +18,10 @@ from hvdtrain.state.variables import unwrap
 from hvdtrain.training.options import StepOptions
 from hvdtrain.training.update_rules.servers.compensation import DelayCompensation
 from hvdtrain.training.update_rules.servers.layout import HEADER, PULL, PUSH, TICKET, ServerLayout
+from hvdtrain.training.update_rules.servers.record import Event
 
 TO_SERVER, PARTS, TO_WORKER, TICKETS = range(4)
 """Tags: headers for a server, what follows them, its replies, and its replies to a worker's reader of data."""
-Event = tuple[int, int]
-"""What a server did, and for which worker."""
 
 
 class Push:
@@ -64,7 +63,7 @@ class Server:
     Args:
         messages: to and from the workers, of which each rank is one.
         parameters: by path, the values that it updates; the optimizer is built for them, among others.
-        replay: what it did in the run to repeat.
+        replay: its actions in the run to repeat.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class Server:
         self.slices = [0] * self._workers
         """Slices of batches that each worker has trained on."""
         self.events: list[Event] = []
-        """What it did, in order, if that is recorded."""
+        """Its actions in order, if they are recorded."""
         self._replay = deque(replay)
         self._layout: ServerLayout | None = None
         self._early: list[tuple[int, np.ndarray]] = []
