@@ -355,40 +355,28 @@ def _indexed_job(environ: Mapping[str, str]) -> Environment | None:
     )
 
 
-def _torchrun(environ: Mapping[str, str]) -> None:
-    """Refuse ``torchrun``, ``accelerate launch``, and operators for PyTorch that set its variables."""
-    if not {"RANK", "WORLD_SIZE"} <= environ.keys() or not {"MASTER_ADDR", "TORCHELASTIC_RUN_ID"} & environ.keys():
-        return
-    rank, size = number(environ, "RANK"), number(environ, "WORLD_SIZE")
-    if size < 2:
-        return
-    raise LoneRanksError(
-        f"torchrun and the like do not start Horovod's ranks: each of the {size} processes would train a model of "
-        f"its own. Received: RANK={rank}, WORLD_SIZE={size}. Start them with: horovodrun -np {size} python -m "
-        "hvdtrain …, or mpirun, or let python -m hvdtrain launch choose. If no launcher started this process, "
-        "unset RANK and WORLD_SIZE, which it has inherited.",
-        rank=rank,
-    )
-
-
 _UNSUPPORTED = (
-    ("PMIX_RANK", "PMIX_NAMESPACE", "a PMIx launcher such as prun or prterun"),
-    ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "flux run"),
-    ("ALPS_APP_PE", "ALPS_APP_ID", "aprun"),
+    ("RANK", "WORLD_SIZE", {"MASTER_ADDR", "TORCHELASTIC_RUN_ID"}, "torchrun or the like"),
+    ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", {"FLUX_JOB_SIZE"}, "flux run"),
+    ("PMIX_RANK", None, {"PMIX_NAMESPACE"}, "a PMIx launcher such as prun or prterun"),
+    ("ALPS_APP_PE", None, {"ALPS_APP_ID"}, "aprun"),
 )
+"""Launchers that are not supported: variables with rank and size, others of which one is set too, and a name."""
 
 
 def _unsupported(environ: Mapping[str, str]) -> None:
-    """Refuse launchers that tell a process its number, and not, or not in a way that is read here, of how many."""
-    for rank, other, launcher in _UNSUPPORTED:
-        if {rank, other} <= environ.keys() and environ.get("FLUX_JOB_SIZE", "") != "1":
-            raise LoneRanksError(
-                f"hvdtrain does not read the place of a rank from {launcher}: each process would train a model of "
-                f"its own. Received: {rank}={environ[rank]}, {other}={environ[other]}. Use mpirun or mpiexec of "
-                f"the same MPI, or horovodrun. If no launcher started this process, unset {rank}, which it has "
-                "inherited.",
-                rank=number(environ, rank),
-            )
+    """Refuse launchers and operators that do not start Horovod's ranks, or that are not read here."""
+    for rank, size, others, launcher in _UNSUPPORTED:
+        if rank not in environ or not others & environ.keys() or (size and environ.get(size, "1") == "1"):
+            continue
+        shown = ", ".join(f"{name}={environ[name]}" for name in (rank, size or min(others)))
+        raise LoneRanksError(
+            f"hvdtrain does not read the place of a rank from {launcher}: each process would train a model of its own. "
+            f"Received: {shown}. Use horovodrun -np {environ[size] if size else 'N'} python -m hvdtrain …, mpirun or "
+            "mpiexec of the same MPI, or let python -m hvdtrain launch choose. If no launcher started this process, "
+            f"unset {rank}, which it has inherited.",
+            rank=number(environ, rank),
+        )
 
 
 _LAUNCHERS: tuple[Callable[[Mapping[str, str]], Environment | None], ...] = (
@@ -399,7 +387,6 @@ _LAUNCHERS: tuple[Callable[[Mapping[str, str]], Environment | None], ...] = (
     _MVAPICH.detect,
     _HYDRA.detect,
     _srun,
-    _torchrun,
     _unsupported,
     _indexed_job,  # after all that may run within its pods
 )

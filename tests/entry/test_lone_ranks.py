@@ -30,7 +30,10 @@ def start(environ: dict[str, str], words: list[str], cwd: Path) -> subprocess.Po
     )
 
 
-CAUSES = {"torchrun": "torchrun and the like do not start Horovod's ranks", "mpich": "mpiexec belongs to MPICH"}
+CAUSES = {
+    "torchrun": "does not read the place of a rank from torchrun or the like",
+    "mpich": "mpiexec belongs to MPICH",
+}
 
 
 @pytest.mark.parametrize("launcher", CAUSES)

@@ -260,8 +260,8 @@ def test_pals_without_the_number_of_ranks_is_refused():
     ("environ", "rank", "words"),
     [
         (started_by.TORCHRUN, 5, "torchrun.*RANK=5, WORLD_SIZE=8.*horovodrun -np 8"),
-        (started_by.PYTORCH_JOB, 5, "each of the 8 processes would train a model of its own"),
-        (started_by.PRTERUN, 1, "prterun.*PMIX_RANK=1.*Use mpirun"),
+        (started_by.PYTORCH_JOB, 5, "each process would train a model of its own.*horovodrun -np 8"),
+        (started_by.PRTERUN, 1, "prterun.*PMIX_RANK=1.*mpirun or mpiexec of the same MPI"),
         (started_by.FLUX, 5, "flux run.*FLUX_TASK_RANK=5"),
         (STEP, 3, "srun started 5 tasks without MPI"),
     ],
