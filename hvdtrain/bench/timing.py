@@ -14,7 +14,6 @@ import psutil
 
 from hvdtrain.config.errors import LaunchError
 from hvdtrain.runtime.control.channel import gather
-from hvdtrain.runtime.malloc import Malloc
 from hvdtrain.runtime.session import Session
 from hvdtrain.runtime.tuning import EXCHANGE_DEFAULTS, LARGE_MESSAGES
 
@@ -133,15 +132,13 @@ def limit_cores(count: int) -> None:
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:count])
 
 
-def process_settings(
-    threads: int, environ: Mapping[str, str] = os.environ, *, malloc: Malloc | None = None
-) -> dict[str, str]:
+def process_settings(threads: int, environ: Mapping[str, str] = os.environ, *, malloc: str = "") -> dict[str, str]:
     """Return the settings of this process."""
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     exchange = {name: environ[name] for name in (*EXCHANGE_DEFAULTS, *LARGE_MESSAGES) if name in environ}
     # Reports may be published: name our own files without their folder.
     exchange = {name: value.removeprefix(f"{SOURCES}{os.sep}") for name, value in exchange.items()}
-    memory = {} if malloc is None else {"malloc": malloc.about}
+    memory = {"malloc": malloc} if malloc else {}
     return {"threads": str(threads), "cores of rank 0": cores, **memory, **exchange}
 
 

@@ -1,4 +1,4 @@
-"""glibc's memory allocator: keep what is freed in the process, and count the page faults it takes otherwise.
+"""glibc's memory allocator: keep what is freed in the process.
 
 By its own settings glibc returns freed memory to the system as soon as the top of an arena, or a mapped block, is free.
 A training step frees its activations and allocates the same sizes again in the next step; the kernel then has to map
@@ -7,19 +7,15 @@ and clear every page anew.
 
 import ctypes
 import os
-import resource
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.config.runtime import MallocName
 
-MIB = 2**20
-
 TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD = -1, -2, -3
 """Parameters of `mallopt`, from glibc's malloc.h; they hold for all arenas and threads from the next call on."""
 
-HEAP = 64 * MIB
+HEAP = 64 * 2**20
 """The size of the heaps that all arenas but the main one consist of, and so the largest block that these can hold."""
 
 VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
@@ -32,17 +28,8 @@ TUNABLES = (
 """Settings of the environment that decide what glibc keeps."""
 
 
-@dataclass(frozen=True)
-class Malloc:
-    """The allocator of this process, and whether it keeps freed memory."""
-
-    keeps: bool
-    about: str
-    """Why, in a line."""
-
-
-def choose_malloc(choice: MallocName, environ: Mapping[str, str] = os.environ) -> Malloc:
-    """Have glibc keep freed memory in the process, or leave it alone, and return what holds.
+def choose_malloc(choice: MallocName, environ: Mapping[str, str] = os.environ) -> str:
+    """Have glibc keep freed memory in the process, or leave it alone; return what holds, in a line.
 
     Another allocator than glibc's, and one that the user has set up by environment variables, are left alone.
 
@@ -52,13 +39,13 @@ def choose_malloc(choice: MallocName, environ: Mapping[str, str] = os.environ) -
     """
     setting = own_setting(environ)
     if setting is not None:
-        return Malloc(keeps=False, about=f"glibc, as {setting} has it")
-    libc = _libc()
+        return f"glibc, as {setting} has it"
+    libc = ctypes.CDLL(None)  # the symbols as every library sees them, a preloaded allocator's included
     other = _other_allocator(libc)
     if other is not None:
-        return Malloc(keeps=False, about=f"{other} in place of glibc, at its own settings")
+        return f"{other} in place of glibc, at its own settings"
     if choice == "system":
-        return Malloc(keeps=False, about="glibc at its own settings")
+        return "glibc at its own settings"
     # Never shrink the end of an arena: as a size_t, -1 is larger than any free block.
     libc.mallopt(TRIM_THRESHOLD, -1)
     # Never unmap a heap: that happens, whatever the trim threshold, where more than this is left in the one before it.
@@ -66,7 +53,7 @@ def choose_malloc(choice: MallocName, environ: Mapping[str, str] = os.environ) -
     # Map blocks one by one only where no heap can hold them; glibc before 2.35 takes half of that at most.
     if not libc.mallopt(MMAP_THRESHOLD, HEAP):
         libc.mallopt(MMAP_THRESHOLD, HEAP // 2)
-    return Malloc(keeps=True, about="glibc, which keeps freed memory")
+    return "glibc, which keeps freed memory"
 
 
 def own_setting(environ: Mapping[str, str]) -> str | None:
@@ -78,27 +65,6 @@ def own_setting(environ: Mapping[str, str]) -> str | None:
         if setting.partition("=")[0] in TUNABLES:
             return f"GLIBC_TUNABLES={setting}"
     return None
-
-
-def faults_of_reuse(blocks: int = 64, size: int = MIB) -> int:
-    """Return the page faults of touching `blocks` of `size` bytes that were allocated, touched and freed before."""
-    libc = _libc()
-    for _ in range(3):
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        held = [libc.malloc(size) for _ in range(blocks)]
-        for block in held:
-            ctypes.memset(block, 1, size)
-        for block in held:
-            libc.free(block)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-
-def _libc() -> ctypes.CDLL:
-    """Return the symbols of the process, as every library in it sees them, a preloaded allocator's included."""
-    libc = ctypes.CDLL(None)
-    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
-    libc.free.restype, libc.free.argtypes = None, [ctypes.c_void_p]
-    return libc
 
 
 def _other_allocator(libc: ctypes.CDLL) -> str | None:

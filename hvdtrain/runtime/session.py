@@ -29,7 +29,7 @@ from hvdtrain.runtime.hierarchy_choice import choose_hierarchy, resolve_hierarch
 from hvdtrain.runtime.launchers import Environment
 from hvdtrain.runtime.leaving import leave_together
 from hvdtrain.runtime.link import Link, open_link
-from hvdtrain.runtime.malloc import Malloc, choose_malloc
+from hvdtrain.runtime.malloc import choose_malloc
 from hvdtrain.runtime.mesh import Mesh
 from hvdtrain.runtime.startup import end_iterators_at_once, import_tensorflow
 from hvdtrain.runtime.strategies import OpenStrategy, open_strategy, prepare_devices, roles_of
@@ -52,8 +52,8 @@ class Session:
     """The options it was opened with."""
     arguments: Mapping[str, Any] | None = None
     """Those of `hvdtrain.init`; None where the command line opened it."""
-    malloc: Malloc | None = None
-    """The memory allocator; None where nobody has asked."""
+    malloc: str = ""
+    """The memory allocator, in a line."""
     closed: bool = False
     """Whether this rank has left the job."""
     exchanges: bool = False

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from hvdtrain.compat import KERAS_REQUIREMENT, untested_keras
-from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.runtime.diagnosis import machine
 from hvdtrain.runtime.diagnosis.machine import (
     Check,
@@ -24,7 +23,6 @@ from hvdtrain.runtime.diagnosis.machine import (
 )
 from hvdtrain.runtime.diagnosis.probe import Finding, probe
 from hvdtrain.runtime.horovod_patches import difference
-from hvdtrain.runtime.malloc import choose_malloc, faults_of_reuse
 from hvdtrain.runtime.python_environment import PythonEnvironment, activate
 
 SETUP = "python -m hvdtrain setup"
@@ -307,8 +305,6 @@ def diagnose(announce: Callable[[str], None] = lambda what: None) -> Iterator[Ch
     facts = read_machine()
     yield machine.check_cores(facts)
     yield machine.check_memory(facts)
-    malloc = choose_malloc(RuntimeConfig.malloc)  # for the rest of this process, as in training
-    yield machine.check_malloc(malloc, faults_of_reuse(machine.REUSED_MIB))
     yield machine.check_shm(facts)
     announce("looking for GPUs")
     yield from check_gpus(found["tensorflow"], horovod)

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import mmap
 import os
 import platform
 import re
@@ -19,7 +18,6 @@ import psutil
 
 from hvdtrain.runtime.control.signing import key_file
 from hvdtrain.runtime.inherited import without_launcher
-from hvdtrain.runtime.malloc import Malloc, own_setting
 
 _NO_PROBLEM = re.compile(r"All log messages before absl|^(\[\S+?>:)?[IW]\d{4} |^-+$")
 """Lines that appear in a run in which all is well."""
@@ -149,9 +147,6 @@ def text_of(path: Path) -> str:
 MIN_SHM = 64 * MIB
 """What containers get by default; MPI's and NCCL's ranks of one machine exchange through it."""
 
-REUSED_MIB = 64
-"""Allocated, freed and allocated again, to see whether the process keeps it."""
-
 MIN_MEMORY = 2 * GIB
 """Two ranks of a small model: each took 0.65 GiB once it had imported TensorFlow and reduced a vector."""
 
@@ -174,21 +169,6 @@ def check_memory(machine: Machine) -> Check:
         fix = "end other programs, or raise the container's or job's memory limit"
         return warning("Memory", f"{detail}; a rank takes 0.7 GiB and more", fix)
     return ok("Memory", detail)
-
-
-def check_malloc(malloc: Malloc, faults: int, environ: Mapping[str, str] = os.environ) -> Check:
-    """Check that freed memory is used again without being fetched from the system.
-
-    Args:
-        malloc: the allocator.
-        faults: page faults of using `REUSED_MIB` again.
-    """
-    name, pages = "Allocator", REUSED_MIB * MIB // mmap.PAGESIZE
-    detail = f"{malloc.about}; {faults:,} page faults in {pages:,} pages that are used again"
-    if faults > pages / 10:
-        variable = (own_setting(environ) or "LD_PRELOAD").partition("=")[0]
-        return warning(name, f"{detail}: steps on the CPU may be slower", f"unset {variable}, and compare")
-    return ok(name, detail)
 
 
 def check_shm(machine: Machine) -> Check:

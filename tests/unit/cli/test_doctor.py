@@ -300,7 +300,6 @@ class TestWhole:
             "2 ranks, MPI",
             "Cores",
             "Memory",
-            "Allocator",
             "/dev/shm",
             "GPUs",
             "Job key",

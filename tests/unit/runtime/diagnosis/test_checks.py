@@ -11,7 +11,6 @@ import pytest
 from hvdtrain.runtime.diagnosis import diagnose, machine
 from hvdtrain.runtime.diagnosis.machine import GIB, MIB, cpu_quota, memory_limits, ok, read_machine
 from hvdtrain.runtime.horovod_patches import patched_version, series_hashes
-from hvdtrain.runtime.malloc import Malloc
 
 TENSORFLOW = {"version": "2.21.0", "gpus": 0}
 HOROVOD = {"version": patched_version(), "patches": series_hashes(), "built_for": "2.21.0"}
@@ -165,20 +164,6 @@ class TestHost:
     @pytest.mark.parametrize(("available", "status"), [(GIB, "warning"), (3 * GIB, "ok")])
     def test_memory(self, available: int, status: str) -> None:
         assert machine.check_memory(replace(read_machine(), available_memory=available)).status == status
-
-    @pytest.mark.parametrize(
-        ("faults", "environ", "status", "fix"),
-        [
-            (3, {}, "ok", ""),
-            (3, {"MALLOC_TOP_PAD_": "7"}, "ok", ""),
-            (16_384, {"MALLOC_TOP_PAD_": "7"}, "warning", "unset MALLOC_TOP_PAD_, and compare"),
-            (16_384, {}, "warning", "unset LD_PRELOAD, and compare"),
-        ],
-    )
-    def test_allocator(self, faults: int, environ: dict[str, str], status: str, fix: str) -> None:
-        check = machine.check_malloc(Malloc(keeps=True, about="some allocator"), faults, environ)
-        assert (check.status, check.fix) == (status, fix)
-        assert check.detail.startswith(f"some allocator; {faults:,} page faults in 16,384 pages")
 
     @pytest.mark.parametrize(
         ("total", "free", "status"),
