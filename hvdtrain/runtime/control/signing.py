@@ -88,7 +88,7 @@ def secret_from_key_file(job_id: str, environ: Mapping[str, str] = os.environ) -
     """
     path = key_file(environ)
     try:
-        key = _read_key(path) or _create_key(path)
+        key = read_key(path) or _create_key(path)
     except OSError as error:
         raise LaunchError(
             f"Cannot keep this user's key in {path} ({error.strerror or error}), with which the ranks sign "
@@ -104,7 +104,7 @@ def key_file(environ: Mapping[str, str] = os.environ) -> Path:
     return Path(config).expanduser() / "hvdtrain" / "job.key"
 
 
-def _read_key(path: Path) -> bytes | None:
+def read_key(path: Path) -> bytes | None:
     """Return the key, or None if there is no file."""
     try:
         with open(path, "rb") as file:
@@ -139,7 +139,7 @@ def _create_key(path: Path) -> bytes:
             os.link(draft, path)  # unlike a rename, never replaces another rank's
     finally:
         draft.unlink()
-    key = _read_key(path)
+    key = read_key(path)
     if key is None:
         raise LaunchError(f"{path} vanished while it was being made. Start the job again.")
     return key

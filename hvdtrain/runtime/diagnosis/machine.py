@@ -6,7 +6,6 @@ import os
 import platform
 import re
 import shutil
-import stat
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,8 @@ from typing import Any, Literal
 
 import psutil
 
-from hvdtrain.runtime.control.signing import key_file
+from hvdtrain.config.errors import LaunchError
+from hvdtrain.runtime.control.signing import key_file, read_key
 from hvdtrain.runtime.inherited import without_launcher
 
 _NO_PROBLEM = re.compile(r"All log messages before absl|^(\[\S+?>:)?[IW]\d{4} |^-+$")
@@ -188,17 +188,12 @@ def check_key(path: Path | None = None) -> Check:
     """Check that nobody else can read the key that this user's jobs are signed with."""
     path = key_file() if path is None else path
     try:
-        status = path.stat()
-    except FileNotFoundError:
-        return ok("Job key", f"{path} is made when it is first needed")
+        found = read_key(path)
     except OSError as error:
         return failed("Job key", f"{path}: {error.strerror}", "set HVDTRAIN_JOB_SECRET to a secret of your own")
-    if status.st_uid != os.geteuid():
-        return failed("Job key", f"{path} belongs to user {status.st_uid}", f"rm {path}")
-    mode = stat.S_IMODE(status.st_mode)
-    if mode & 0o077:
-        return failed("Job key", f"{path} has mode {mode:04o}: others may know it", f"rm {path}")
-    return ok("Job key", f"{path}, mode {mode:04o}")
+    except LaunchError as error:
+        return failed("Job key", error.message, f"rm {path}")
+    return ok("Job key", str(path) if found else f"{path} is made when it is first needed")
 
 
 @dataclass(frozen=True)
