@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from hvdtrain.compat import KERAS_REQUIREMENT, untested_keras
+from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.runtime.diagnosis import machine
 from hvdtrain.runtime.diagnosis.machine import (
     Check,
@@ -24,6 +25,7 @@ from hvdtrain.runtime.diagnosis.machine import (
 )
 from hvdtrain.runtime.diagnosis.probe import Finding, probe
 from hvdtrain.runtime.horovod_patches import difference
+from hvdtrain.runtime.malloc import choose_malloc
 from hvdtrain.runtime.python_environment import PythonEnvironment, activate
 
 SETUP = "python -m hvdtrain setup"
@@ -306,6 +308,7 @@ def diagnose(announce: Callable[[str], None] = lambda what: None) -> Iterator[Ch
     facts = read_machine()
     yield machine.check_cores(facts)
     yield machine.check_memory(facts)
+    yield ok("Allocator", choose_malloc(RuntimeConfig.malloc))
     yield machine.check_shm(facts)
     announce("looking for GPUs")
     yield from check_gpus(found["tensorflow"], horovod)

@@ -300,6 +300,7 @@ class TestWhole:
             "2 ranks, MPI",
             "Cores",
             "Memory",
+            "Allocator",
             "/dev/shm",
             "GPUs",
             "Job key",
