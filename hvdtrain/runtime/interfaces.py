@@ -12,22 +12,21 @@ from pathlib import Path
 import psutil
 
 
-def interfaces() -> dict[str, tuple[str, ...]]:
-    """Return the IPv4 addresses of each interface of this host."""
-    every = psutil.net_if_addrs().items()
-    return {name: tuple(each.address for each in found if each.family == socket.AF_INET) for name, found in every}
-
-
-def own_addresses() -> dict[str, str]:
-    """Return the name of the interface for each IPv4 and IPv6 address of this host, but for those of the loopback."""
+def interface_by_address() -> dict[str, str]:
+    """Return the name of the interface for each IPv4 and IPv6 address of this host."""
     families = (socket.AF_INET, socket.AF_INET6)
-    found = {
+    return {
         each.address.partition("%")[0]: name  # a link-local one is followed by the interface
         for name, addresses in psutil.net_if_addrs().items()
         for each in addresses
         if each.family in families
     }
-    return {address: name for address, name in found.items() if not ipaddress.ip_address(address).is_loopback}
+
+
+def own_addresses() -> dict[str, str]:
+    """Return what `interface_by_address` does, without the addresses of the loopback."""
+    found = interface_by_address().items()
+    return {address: name for address, name in found if not ipaddress.ip_address(address).is_loopback}
 
 
 def candidates() -> str:

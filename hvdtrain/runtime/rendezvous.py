@@ -24,7 +24,7 @@ from hvdtrain.config.errors import LaunchError
 from hvdtrain.runtime.control.signing import secret_from_environment
 from hvdtrain.runtime.control.store import Store, open_store
 from hvdtrain.runtime.horovod_patches import require_patch
-from hvdtrain.runtime.interfaces import interfaces
+from hvdtrain.runtime.interfaces import interface_by_address
 from hvdtrain.runtime.launchers import (
     DRAW_SECRET,
     PLACE,
@@ -33,7 +33,7 @@ from hvdtrain.runtime.launchers import (
     Environment,
     detect_environment,
 )
-from hvdtrain.runtime.store_server import COMPLETE, STATE, is_answer, path_of
+from hvdtrain.runtime.store_server import COMPLETE, STATE, answer, path_of
 
 HOST = "HVDTRAIN_RENDEZVOUS_HOST"
 PORT = "HVDTRAIN_RENDEZVOUS_PORT"
@@ -154,7 +154,7 @@ def meet(environ: MutableMapping[str, str], timeout: float) -> Meeting | None:
     if not environment.store_on_rank_0 or _ADDRESS in environ:
         return None
     given = environ.get(_INTERFACE)
-    found = {name: addresses[0] for name, addresses in interfaces().items() if addresses}
+    found = {name: address for address, name in interface_by_address().items() if ":" not in address}
     if given and given not in found:
         # The loopback is among them: all ranks of a job may be on this machine.
         have = ", ".join(f"{name} ({address})" for name, address in found.items())
@@ -265,7 +265,7 @@ def find_store(host: str, settings: Settings) -> tuple[str, int]:
                 except (OSError, http.client.HTTPException) as error:
                     failed.append(f"{address}:{port} {str(error) or type(error).__name__}")
                     continue
-                if response.status == http.client.OK and is_answer(body, settings.key, port, nonce):
+                if response.status == http.client.OK and hmac.compare_digest(body, answer(settings.key, port, nonce)):
                     return address, port
                 who = "another program answers, or a job with another secret,"
                 if response.status == http.client.CONFLICT:
@@ -305,9 +305,9 @@ def address_towards(address: str) -> str:
 
 def interface_of(address: str) -> str | None:
     """Return the name of the interface that has `address`; None if this machine has none."""
-    found = interfaces()
-    here = next((name for name, addresses in found.items() if address in addresses), None)
-    return "lo" if here is None and ipaddress.ip_address(address).is_loopback and "lo" in found else here
+    found = interface_by_address()
+    loopback = found.get(LOOPBACK) if ipaddress.ip_address(address).is_loopback else None
+    return found.get(address, loopback)
 
 
 def _own_address(environment: Environment, settings: Settings) -> str:

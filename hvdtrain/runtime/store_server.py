@@ -34,20 +34,9 @@ def path_of(nonce: str) -> str:
     return f"/hello/{nonce}"
 
 
-def nonce_of(path: str) -> str | None:
-    """Return what is to be signed for a request of `path`; None if it is another request."""
-    match = _PATH.fullmatch(path)
-    return match[1] if match else None
-
-
 def answer(key: bytes, port: int, nonce: str) -> bytes:
     """Return the signed answer of the store that listens on `port`: it does not pass for that of another port."""
     return hmac.digest(key, json.dumps(["hello", port, nonce]).encode(), "sha256").hex().encode()
-
-
-def is_answer(text: bytes, key: bytes, port: int, nonce: str) -> bool:
-    """Return whether the store of this job has answered."""
-    return hmac.compare_digest(text, answer(key, port, nonce))
 
 
 _LOOK_S = 0.5
@@ -104,7 +93,8 @@ def start(address: str, ports: list[int], token: str, key: bytes) -> Any:
                 self.wfile.write(body)
 
         def _nonce(self) -> str | None:
-            return nonce_of(self.path) if self.command == "GET" else None
+            match = _PATH.fullmatch(self.path) if self.command == "GET" else None
+            return match and match[1]
 
     class Server(RendezvousHTTPServer):
         request_queue_size = _QUEUE

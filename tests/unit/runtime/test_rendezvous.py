@@ -10,7 +10,6 @@ import time
 import pytest
 
 from hvdtrain.config.errors import LaunchError
-from hvdtrain.runtime.interfaces import interfaces
 from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.link import open_control
 from hvdtrain.runtime.rendezvous import (
@@ -23,7 +22,7 @@ from hvdtrain.runtime.rendezvous import (
     read_settings,
     resolve,
 )
-from hvdtrain.runtime.store_server import answer, is_answer, nonce_of, path_of, start
+from hvdtrain.runtime.store_server import answer, path_of, start
 from tests.unit.threaded_ranks import ask, on_threads
 
 SECRET = secrets.token_hex(16)
@@ -138,7 +137,6 @@ def test_the_interface_of_an_address():
     assert interface_of("127.0.1.1") == "lo", "Debian's address of a host's own name"
     assert interface_of("192.0.2.1") is None
     assert address_towards("127.0.0.1") == "127.0.0.1"
-    assert "127.0.0.1" in interfaces()["lo"]
     assert resolve("localhost") == "127.0.0.1"
 
 
@@ -291,7 +289,16 @@ def served():
 
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "HEAD", "POST"])
 def test_a_client_without_the_token_gets_nothing(served, method):
-    for path in ("/rendezvous/state", "/left/1", "/global/0", "/", "/hello/short", "/x/hello/" + NONCE, "/setup.cfg"):
+    for path in (
+        "/rendezvous/state",
+        "/left/1",
+        "/global/0",
+        "/",
+        "/hello/short",
+        "/x/hello/" + NONCE,
+        f"/hello/{NONCE}/x",
+        "/setup.cfg",
+    ):
         assert ask(served, method, path, b"forged" if method == "PUT" else None) == (http.client.FORBIDDEN, b"")
 
 
@@ -304,12 +311,9 @@ def test_all_that_anybody_gets_is_a_signature(served):
 
 def test_a_signature_is_of_one_number_one_port_and_one_job():
     signed = answer(b"key", 5000, NONCE)
-    assert is_answer(signed, b"key", 5000, NONCE)
-    assert not is_answer(signed, b"key", 5001, NONCE), "it was fetched from another port"
-    assert not is_answer(signed, b"other", 5000, NONCE)
-    assert not is_answer(signed, b"key", 5000, NONCE[::-1])
-    assert nonce_of(path_of(NONCE)) == NONCE
-    assert nonce_of(path_of(NONCE) + "/x") is None
+    assert signed != answer(b"key", 5001, NONCE), "it was fetched from another port"
+    assert signed != answer(b"other", 5000, NONCE)
+    assert signed != answer(b"key", 5000, NONCE[::-1])
 
 
 def test_a_false_store_never_sees_the_token():
