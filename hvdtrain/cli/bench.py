@@ -4,7 +4,6 @@ import argparse
 import functools
 import os
 import shlex
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -24,9 +23,9 @@ from hvdtrain.bench.suite import (
     points,
 )
 from hvdtrain.cli.parser import Parser, positive
-from hvdtrain.cli.running import ended_by_exceptions, run_here
-from hvdtrain.config.errors import LaunchError, UserError, on_command_line
-from hvdtrain.config.registry import resolve, suggestion
+from hvdtrain.cli.running import ended_by_exceptions, refuse_word, run_here
+from hvdtrain.config.errors import LaunchError
+from hvdtrain.config.registry import resolve
 from hvdtrain.config.runtime import MallocName, RuntimeConfig
 from hvdtrain.config.training import PrecisionName
 from hvdtrain.runtime.launchers import detect_environment
@@ -57,11 +56,7 @@ def main(argv: list[str]) -> int:
             if flag in argv:
                 name, words = flag, [word for word in argv if word != flag]
     if name not in COMMANDS:
-        if detect_environment().rank == 0:
-            known = dict.fromkeys([*COMMANDS, *LAUNCHED], "")
-            error = UserError(f"bench has no command {name!r}.{suggestion(name, known)}")
-            print(f"hvdtrain: error: {on_command_line(error.message)}", file=sys.stderr)
-        return 2
+        return refuse_word(f"bench has no command {name!r}.", name, [*COMMANDS, *LAUNCHED])
     parser, action = COMMANDS[name]
     with ended_by_exceptions():
         return run_here(lambda: parser().parse_args(words), lambda options: action(options, argv))
@@ -72,15 +67,20 @@ def _compare_sides(jobs: Sequence[Job], options: argparse.Namespace, kind: str, 
     folder = Folder(options.out, kind)
     count = options.rounds * sum(job.skipped is None for job in jobs)
     _log(f"{len(jobs)} runs, {options.rounds} rounds, {count} launches; {folder.path}")
-    settings = {name: value for name, value in vars(options).items() if name != "out"}
-    command = shlex.join(["python", "-m", "hvdtrain", "bench", *argv])
-
-    def keep(runs: list[Run]) -> None:
-        folder.keep(Comparison(command, settings, runs))
-
-    runs = measure(jobs, options.rounds, functools.partial(launch, limit_s=options.limit), log=_log, keep=keep)
+    runs = measure(
+        jobs,
+        options.rounds,
+        functools.partial(launch, limit_s=options.limit),
+        log=_log,
+        keep=lambda runs: folder.keep(_comparison(options, argv, runs)),
+    )
     _log(write_report(folder.results, folder.path))
     return 0 if any(run.rounds for run in runs) else 1
+
+
+def _comparison(options: argparse.Namespace, argv: Sequence[str], runs: list[Run]) -> Comparison:
+    settings = {name: value for name, value in vars(options).items() if name != "out"}
+    return Comparison(shlex.join(["python", "-m", "hvdtrain", "bench", *argv]), settings, runs)
 
 
 def _ready() -> None:
@@ -302,10 +302,7 @@ def _autotune(options: argparse.Namespace, argv: Sequence[str]) -> int:
     except LaunchFailed as error:
         raise LaunchError(f"{options.backend} could not be timed: {error}") from error
     folder = Folder(options.out, "autotune")
-    command = shlex.join(["python", "-m", "hvdtrain", "bench", *argv])
-    folder.keep(
-        Comparison(command, {name: value for name, value in vars(options).items() if name != "out"}, found.runs)
-    )
+    folder.keep(_comparison(options, argv, found.runs))
     _log(write_report(folder.results, folder.path))
     if found.noise is not None:
         _log(f"too noisy    other programs took {found.noise:.2f} cores meanwhile: no settings were written")

@@ -4,11 +4,11 @@ import sys
 
 from hvdtrain import __version__
 from hvdtrain.config.errors import LaunchError, UserError, on_command_line
-from hvdtrain.config.registry import resolve, suggestion
+from hvdtrain.config.registry import resolve
 from hvdtrain.recipes import RECIPES
 from hvdtrain.runtime.control.agreement import installed_versions
 from hvdtrain.runtime.failures import show_alone, show_failure
-from hvdtrain.runtime.launchers import Environment, detect_environment
+from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.logs import drop_unreadable_output, set_up_logging
 from hvdtrain.runtime.startup import import_tensorflow
 
@@ -82,7 +82,9 @@ def main(argv: list[str]) -> int:
             print(USAGE)
         return 0
     if verb not in VERBS:
-        return _refuse(verb, environment)
+        from hvdtrain.cli.running import refuse_word
+
+        return refuse_word(f"There is no verb or recipe {verb!r}.", verb, [*VERBS, *RECIPES])
     if verb not in DISTRIBUTED and environment.rank > 0:
         return 0
     if verb in WITH_TENSORFLOW:
@@ -113,12 +115,3 @@ def _split(argv: list[str]) -> tuple[str | None, list[str]]:
     if not argv or argv[0].startswith("-") or argv[0] in RECIPES:
         return "train", argv
     return argv[0], argv[1:]
-
-
-def _refuse(word: str, environment: Environment) -> int:
-    if environment.rank == 0:
-        error = UserError(
-            f"There is no verb or recipe {word!r}.{suggestion(word, dict.fromkeys([*VERBS, *RECIPES], ''))}"
-        )
-        print(f"hvdtrain: error: {on_command_line(error.message)}", file=sys.stderr)
-    return 2

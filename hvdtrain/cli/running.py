@@ -3,7 +3,7 @@
 import math
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import TypeVar
@@ -205,14 +205,18 @@ def run_command(verb: str, argv: list[str], commands: Mapping[str, str], usage: 
     if argv and argv[0] in commands:
         code: int = resolve(f"command of {verb}", argv[0], commands)(argv[1:])
         return code
-    asked = not argv or argv[0] in ("-h", "--help", "help")
+    if argv and argv[0] not in ("-h", "--help", "help"):
+        return refuse_word(f"{verb} has no command {argv[0]!r}.", argv[0], commands)
     if detect_environment().rank == 0:
-        if asked:
-            print(usage)
-        else:
-            error = UserError(f"{verb} has no command {argv[0]!r}.{suggestion(argv[0], commands)}")
-            print(f"hvdtrain: error: {on_command_line(error.message)}", file=sys.stderr)
-    return 0 if asked else 2
+        print(usage)
+    return 0
+
+
+def refuse_word(message: str, word: str, known: Iterable[str]) -> int:
+    """Say on the first rank that `word` is none of those that are known, with the nearest; return the exit code."""
+    if detect_environment().rank == 0:
+        print(f"hvdtrain: error: {message}{suggestion(word, dict.fromkeys(known, ''))}", file=sys.stderr)
+    return 2
 
 
 @contextmanager
