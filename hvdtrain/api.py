@@ -20,7 +20,7 @@ from hvdtrain.runtime.control.channel import end_process
 from hvdtrain.runtime.failures import show_alone
 from hvdtrain.runtime.interrupts import show_interrupt
 from hvdtrain.runtime.launchers import detect_environment
-from hvdtrain.runtime.leaving import UNCLEAR, ExitWatch
+from hvdtrain.runtime.leaving import ExitWatch
 from hvdtrain.runtime.link import Link, open_link
 from hvdtrain.runtime.logs import set_up_logging, warn_on_first
 from hvdtrain.runtime.objects import object_of_root, objects_of_all, wait_for_all
@@ -385,7 +385,7 @@ def _leave(session: Session, exits: ExitWatch) -> None:
     if left is not None:
         _fail(session.link, left)
     try:
-        session.close(remark=UNCLEAR if exits.unclear else "")
+        session.close()
     except LaunchError as error:
         _fail(session.link, error)
         raise

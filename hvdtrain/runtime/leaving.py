@@ -19,15 +19,12 @@ PATIENCE_S = 3600.0
 NOTICE_S = 60.0
 
 
-def leave_together(
-    control: ControlChannel, *, patience: float = PATIENCE_S, notice: float = NOTICE_S, remark: str = ""
-) -> None:
+def leave_together(control: ControlChannel, *, patience: float = PATIENCE_S, notice: float = NOTICE_S) -> None:
     """Wait for all ranks.
 
     Args:
         patience: seconds to wait.
         notice: seconds after which one of those that wait says for whom, and again after twice as many.
-        remark: what this rank adds to that.
 
     Raises:
         LaunchError: a rank did not come; it is named.
@@ -43,21 +40,16 @@ def leave_together(
         if control.rank == min(set(range(control.size)) - set(missing), default=0):
             LOGGER.warning(
                 f"rank {control.rank} is done and has waited {waited:.0f} s for {name_ranks(missing)}: still at work, "
-                f"or in an exchange that needs a rank which is done. {remark}".rstrip()
+                "or in an exchange that needs a rank which is done."
             )
 
     control.barrier(patience, on_wait=say_for_whom)
 
 
-UNCLEAR = "The exit by which this script left hides its code; sys.exit(n), with n other than 0, ends the job at once."
-"""What a rank adds where it waits for the others after such an exit."""
-
-
 class ExitWatch:
     """Wraps `sys.exit`, `exit` and `quit`, in the main thread of a running script.
 
-    Of `raise SystemExit(…)`, and of an `exit` that was imported from `sys` before, it sees no more than that the
-    script did not return (`unclear`).
+    Of `raise SystemExit(…)`, and of an `exit` that was imported from `sys` before, it sees nothing.
     """
 
     def __init__(self) -> None:
@@ -96,11 +88,6 @@ class ExitWatch:
         if self._last is None or _has_returned(self._script):
             return ""
         return f"sys.exit({self._last[0]!r}) at {self._last[1]}"
-
-    @property
-    def unclear(self) -> bool:
-        """Whether the script, at its end, was left by an exception of which nothing more is known."""
-        return self._last is None and not _has_returned(self._script)
 
     def _noting(self, leave: Callable[..., Any]) -> Callable[..., Any]:
         def noting(status: object = None, /) -> Any:

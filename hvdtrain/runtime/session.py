@@ -109,26 +109,23 @@ class Session:
             raise LaunchError(f"{error.message} {advice}") from error
         return everyone if ranks is None else [everyone[rank] for rank in ranks]
 
-    def close(self, *, remark: str = "") -> None:
+    def close(self) -> None:
         """Wait for all ranks, then shut Horovod down: the first to leave would end it for everybody.
 
         A rank that serves waits, for as long as it may take, until the one that leads is done.
-
-        Args:
-            remark: what this rank adds where it says for whom it waits.
 
         Raises:
             LaunchError: a rank did not come; it is named.
         """
         if self.world.collectives:
-            leave_together(self.link.control, remark=remark)
+            leave_together(self.link.control)
             for stop in self.threads:
                 stop()
             self.world.close()  # Horovod writes the rest of its timeline
         elif self.strategy is not None:
             # The server that each worker of a strategy runs ends with its process.
             waits = {"patience": math.inf, "notice": math.inf} if self.serves else {}
-            leave_together(self.link.control, remark=remark, **waits)
+            leave_together(self.link.control, **waits)
         if self.link.trace is not None:
             self.link.trace.finish(self.link.control)
         self.link.close()
