@@ -132,8 +132,6 @@ class Link:
     control: ControlChannel
     watchdog: Watchdog
     policy: FailurePolicy = field(default_factory=FailFast)
-    generation: int = 0
-    """How many times the job has formed anew."""
     on_interrupt: Callable[[], str] = lambda: INTERRUPTED
     """Returns what the user is told at Ctrl-C; a run that can go on says how."""
     stopping: StopAgreement | None = None
@@ -275,15 +273,12 @@ class Link:
 
 
 def open_control(
-    environment: Environment, *, timeout: float, environ: Mapping[str, str] = os.environ, generation: int = 0
+    environment: Environment, *, timeout: float, environ: Mapping[str, str] = os.environ
 ) -> ControlChannel:
     """Open the control channel of this job; every rank must call it.
 
     Under an MPI launch this initialises MPI (with MPI_THREAD_MULTIPLE), which Horovod then shares. If it
     raises, leave by `end_process`: a plain exit would wait for the missing ranks in MPI_Finalize.
-
-    Args:
-        generation: how many times the job has formed anew; messages of another generation are not taken.
 
     Raises:
         LaunchError: ranks are missing (they are named), their secrets differ, or mpi4py does not fit.
@@ -294,23 +289,21 @@ def open_control(
     if environment.controller == "mpi":
         from hvdtrain.runtime.control.mpi import open_mpi
 
-        return open_mpi(environment, timeout=timeout, environ=environ, generation=generation)
+        return open_mpi(environment, timeout=timeout, environ=environ)
     from hvdtrain.runtime.control.store import open_store
 
-    return open_store(environment, timeout=timeout, environ=environ, generation=generation)
+    return open_store(environment, timeout=timeout, environ=environ)
 
 
 def open_link(
     *,
     timeout: float,
-    generation: int = 0,
     policy: FailurePolicy | None = None,
     worlds: Worlds | None = None,
 ) -> Link:
     """Find out who started this process and reach the other ranks.
 
     Args:
-        generation: how many times the job has formed anew.
         policy: what follows from the failure of a rank; by default the end of the job.
         worlds: of an elastic job: those that this process has been in before; None: none.
 
@@ -325,12 +318,10 @@ def open_link(
     meeting = meet(os.environ, timeout)
     environment = detect_environment(os.environ)
     set_up_logging(environment.rank)
-    control = open_control(environment, timeout=meeting.timeout if meeting else timeout, generation=generation)
+    control = open_control(environment, timeout=meeting.timeout if meeting else timeout)
     if meeting is not None:
         meeting.complete()
     policy = policy or FailFast()
     watchdog = Watchdog(control, policy)
     watchdog.start()
-    return Link(
-        environment=environment, control=control, watchdog=watchdog, policy=policy, generation=generation, worlds=worlds
-    )
+    return Link(environment=environment, control=control, watchdog=watchdog, policy=policy, worlds=worlds)

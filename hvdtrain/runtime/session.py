@@ -227,7 +227,6 @@ def open_session(link: Link, config: RuntimeConfig, facts: Mapping[str, str] | N
         environment,
         hosts,
         axes=parse_axes(config.parallel),
-        generation=link.generation,
         horovod=with_horovod,
         by_host=hierarchy != "never",
     )

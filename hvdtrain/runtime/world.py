@@ -1,4 +1,4 @@
-"""One generation of a job: its ranks, their places on the mesh, and the collectives along each axis."""
+"""One world of a job: its ranks, their places on the mesh, and the collectives along each axis."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The ranks of one generation of the job.
+    """The ranks of a job, in an elastic one until they change.
 
     Whatever holds a number of ranks (a compiled step, a reducer, a pipeline) is made from a World, and made anew from
     the next one.
@@ -36,8 +36,6 @@ class World:
     """Host name of each rank."""
     collectives: "Mapping[str, AxisCollectives]"
     """By the axes of the mesh that their ranks differ along, joined by dots; empty where Horovod does not run."""
-    generation: int = 0
-    """How many times the job has formed anew."""
     engine: Engine | None = None
     """Of an elastic job with other ranks."""
     remarks: tuple[str, ...] = ()
@@ -103,7 +101,6 @@ def open_world(
     hosts: Sequence[str],
     *,
     axes: Mapping[str, int] | None = None,
-    generation: int = 0,
     horovod: bool = True,
     by_host: bool = False,
 ) -> World:
@@ -112,7 +109,6 @@ def open_world(
     Args:
         hosts: host name of each rank.
         axes: sizes of the mesh's axes; see `Mesh.of`.
-        generation: the number of worlds before this one, the last of which must be closed.
         horovod: whether Horovod carries the exchange.
         by_host: make process sets for sums in two levels where there are several hosts and several ranks on one.
 
@@ -126,7 +122,7 @@ def open_world(
     engine = Engine(*before) if environment.elastic and horovod and environment.size > 1 else None
     if engine is not None:
         control.while_waiting = engine.check
-    return World(mesh=mesh, hosts=tuple(hosts), collectives=collectives, generation=generation, engine=engine)
+    return World(mesh=mesh, hosts=tuple(hosts), collectives=collectives, engine=engine)
 
 
 Grids: TypeAlias = Mapping[tuple[int, ...], HostGrid]

@@ -14,7 +14,7 @@ from tests.launching import has_launcher, job_environment, launcher
 pytestmark = [pytest.mark.extended, pytest.mark.xdist_group("uninvited")]
 
 KEY = "key-of-another-service"
-SCOPES = ("global", "local_localhost", "cross_0", "hvdtrain-lobby-0", "worker_addresses")
+SCOPES = ("global", "local_localhost", "cross_0", "hvdtrain-lobby", "worker_addresses")
 KEYS = ("0", "1", "part-0-0", "part-0-1", "answer-0", "localhost:0")
 
 

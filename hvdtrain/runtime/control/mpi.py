@@ -262,9 +262,7 @@ class MpiTransport:
         return status.Get_source(), bytes(buffer)
 
 
-def open_mpi(
-    environment: Environment, *, timeout: float, environ: Mapping[str, str] = os.environ, generation: int = 0
-) -> RootedChannel:
+def open_mpi(environment: Environment, *, timeout: float, environ: Mapping[str, str] = os.environ) -> RootedChannel:
     """Initialise MPI where nobody has, and open the channel.
 
     The ranks find one another by unsigned messages, with which rank 0 also hands out the secret that it
@@ -289,6 +287,6 @@ def open_mpi(
             raise LaunchError("MPI could not duplicate its communicator in time: a rank hangs in MPI.")
         time.sleep(0.001)
     room = MpiTransport(mpi, communicator)
-    channel = RootedChannel(room, Signer(secret, f"{environment.job_id} {generation}"), rank, size)
+    channel = RootedChannel(room, Signer(secret, environment.job_id), rank, size)
     channel.barrier(max(1.0, deadline - time.monotonic()))
     return channel

@@ -202,9 +202,7 @@ class StoreTransport:
         """Do nothing: no connection is held, and the store ends with horovodrun or rank 0."""
 
 
-def open_store(
-    environment: Environment, *, timeout: float, environ: Mapping[str, str] = os.environ, generation: int = 0
-) -> RootedChannel:
+def open_store(environment: Environment, *, timeout: float, environ: Mapping[str, str] = os.environ) -> RootedChannel:
     """Open the channel over the store whose address horovodrun, or the ranks' meeting, put into the environment.
 
     Every rank contributes a random number to the session's name, which all later signatures cover: messages
@@ -215,10 +213,10 @@ def open_store(
         LaunchError: a rank is missing, the secrets differ, or the store does not answer.
     """
     address, port = environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], int(environ["HOROVOD_GLOO_RENDEZVOUS_PORT"])
-    rank, size, job = environment.rank, environment.size, f"{environment.job_id} {generation}"
+    rank, size, job = environment.rank, environment.size, environment.job_id
     given = secret_from_environment(environ) or environ.get(LAUNCHER_SECRET_VARIABLE, "").encode()
     secret = given or secret_from_key_file(environment.job_id, environ)
-    in_lobby, scope = Store(address, port, most=_MOST_IN_LOBBY), f"hvdtrain-lobby-{generation}"
+    in_lobby, scope = Store(address, port, most=_MOST_IN_LOBBY), "hvdtrain-lobby"
     lobby = StoreTransport(in_lobby, scope, rank, size, consume=True)
     greeting = RootedChannel(lobby, Signer(secret, job), rank, size)
     numbers = greeting.greet(secrets.token_bytes(16), timeout=timeout)

@@ -22,7 +22,7 @@ from hvdtrain.runtime.launchers import detect_environment
 from tests.unit.threaded_ranks import ask, on_threads, open_rank, rendezvous, variables
 
 TOKEN = "0123456789abcdef"
-KEYS = [f"/hvdtrain-lobby-0/{key}" for key in ("part-0-0", "part-0-1", "answer-0", "failed", "board-1")] + [
+KEYS = [f"/hvdtrain-lobby/{key}" for key in ("part-0-0", "part-0-1", "answer-0", "failed", "board-1")] + [
     "/global/0",
     "/rank_and_size/localhost:0",
     "/worker_addresses/localhost:0",
@@ -165,9 +165,9 @@ def test_a_greeting_that_is_overwritten_or_deleted_is_sent_again():
 
     def body(rank):
         if rank == 0:
-            while ask(port, "GET", "/hvdtrain-lobby-0/part-0-1")[0] != 200:
+            while ask(port, "GET", "/hvdtrain-lobby/part-0-1")[0] != 200:
                 time.sleep(0.01)
-            ask(port, "PUT", "/hvdtrain-lobby-0/part-0-1", FORGED)
+            ask(port, "PUT", "/hvdtrain-lobby/part-0-1", FORGED)
         return open_rank(rank, 2, port).exchange(b"of %d" % rank, timeout=10)
 
     assert on_threads(2, body) == [[b"of 0", b"of 1"]] * 2
@@ -175,10 +175,10 @@ def test_a_greeting_that_is_overwritten_or_deleted_is_sent_again():
 
 def test_a_greeting_too_long_to_be_one_is_not_read():
     port = rendezvous()
-    ask(port, "PUT", "/hvdtrain-lobby-0/part-0-1", b"x" * (2**22 + 1))
+    ask(port, "PUT", "/hvdtrain-lobby/part-0-1", b"x" * (2**22 + 1))
     transport = Store("127.0.0.1", port, most=2**22)
-    assert transport.get("hvdtrain-lobby-0", "part-0-1") is None
-    assert Store("127.0.0.1", port).get("hvdtrain-lobby-0", "part-0-1") is not None
+    assert transport.get("hvdtrain-lobby", "part-0-1") is None
+    assert Store("127.0.0.1", port).get("hvdtrain-lobby", "part-0-1") is not None
 
 
 def test_where_ranks_talk_cannot_be_found_by_what_is_in_the_store():
@@ -192,7 +192,7 @@ def test_where_ranks_talk_cannot_be_found_by_what_is_in_the_store():
 
     def eavesdrop():
         while not done.is_set():
-            seen.append(ask(port, "GET", "/hvdtrain-lobby-0/answer-0")[1])
+            seen.append(ask(port, "GET", "/hvdtrain-lobby/answer-0")[1])
 
     done = threading.Event()
     spy = threading.Thread(target=eavesdrop)
