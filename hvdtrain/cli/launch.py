@@ -17,6 +17,7 @@ from hvdtrain.cli.parser import Parser, positive
 from hvdtrain.cli.running import run_here
 from hvdtrain.config.errors import ConfigError, LaunchError
 from hvdtrain.runtime.devices import count_cores
+from hvdtrain.runtime.diagnosis.machine import mpi_identity
 from hvdtrain.runtime.launchers import DRAW_SECRET, SECRET_VARIABLE, detect_environment, has_secret, in_step
 from hvdtrain.runtime.logs import LOGGER
 
@@ -365,13 +366,6 @@ def _with_hosts(flag: str, hosts: Sequence[Host]) -> list[str]:
 # -- the launchers of MPI libraries --
 
 MPIRUN = ("mpirun", "mpiexec")
-_VERSIONS = {
-    "Open MPI": r"(?:Open MPI|OpenRTE)\)? (\d+)",
-    "Intel MPI": r"Intel\(R\) MPI Library.*?Version (\d+)",
-    "MPICH": r"HYDRA build details:\s+Version:\s+(\d+)",
-    "Cray PALS": r"(?i)\bpals\b.*?(\d+)",
-}
-"""Output of `mpirun --version` of each MPI. MVAPICH is started by MPICH's hydra."""
 _FORWARDED = re.compile(
     r"(HVDTRAIN_|HOROVOD_|NCCL_|TF_(?!CONFIG$|CLI_)|KERAS_|XLA_|CUDA_(?!VISIBLE_DEVICES$)|OMP_|MKL_|UCX_|FI_)\w+"
     r"|PATH|LD_LIBRARY_PATH|LD_PRELOAD|PYTHON\w+|VIRTUAL_ENV|CONDA_PREFIX|LANG|TMPDIR"
@@ -398,12 +392,9 @@ class Mpi:
 def find_mpi(machine: Machine, names: Sequence[str] = MPIRUN) -> Mpi | None:
     """Return the MPI whose launcher, of these names, is found first on PATH or beside this Python."""
     for program in filter(None, map(machine.find, names)):
-        version = machine.output(program, "--version")
-        if "IBM Spectrum MPI" in version:  # made of Open MPI 4, with numbers of its own
-            return Mpi("Open MPI", 4, program)
-        for name, pattern in _VERSIONS.items():
-            if match := re.search(pattern, version, flags=re.DOTALL):
-                return Mpi(name, int(match[1]), program)
+        if found := mpi_identity(machine.output(program, "--version")):
+            name, version = found
+            return Mpi(name, int(version.partition(".")[0]), program)
     return None
 
 

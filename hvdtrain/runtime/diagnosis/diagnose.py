@@ -17,6 +17,7 @@ from hvdtrain.runtime.diagnosis.machine import (
     failed,
     find_report,
     launch_environment,
+    mpi_identity,
     ok,
     read_machine,
     run,
@@ -32,9 +33,6 @@ SETUP = "python -m hvdtrain setup"
 """Builds Horovod into the active environment."""
 TENSORFLOW = "2.21"
 """Release of TensorFlow that hvdtrain is made for."""
-
-_MAKERS = {"Open MPI": "Open MPI", "MPICH": "(?:MPICH Version|HYDRA build details)", "Intel MPI": "Intel"}
-"""What comes before the version where an MPI's library or its mpirun introduces itself."""
 
 
 def check_python(version: Sequence[int] = sys.version_info[:3]) -> Check:
@@ -122,19 +120,11 @@ def check_mpi_library(horovod: Finding, mpi4py: Finding) -> Check:
     if "library" not in mpi4py:
         detail = "mpi4py is not installed" if mpi4py.get("missing") else f"mpi4py: {mpi4py.get('error')}"
         return failed("MPI", detail, "pip install 'mpi4py>=4'")
-    ours, theirs = mpi_identity(mpi4py["library"]), mpi_identity(outcome.output)
+    ours, theirs = (" ".join(mpi_identity(text) or ()) for text in (mpi4py["library"], outcome.output))
     what = f"mpirun of {theirs or 'unknown make'}, mpi4py on {ours or 'unknown make'}"
     if ours and theirs and ours != theirs:
         return failed("MPI", what, f"{activate()}, so that the mpirun of {ours} comes first on PATH")
     return ok("MPI", f"{ours} (mpirun and mpi4py)" if ours and ours == theirs else what)
-
-
-def mpi_identity(text: str) -> str | None:
-    """Return maker and version, such as ``Open MPI 4.1.8``, from what an MPI says of itself; None if unclear."""
-    for maker, lead in _MAKERS.items():
-        if match := re.search(rf"{lead}\D*(\d+\.\d+(?:\.\d+)?)", text):
-            return f"{maker} {match[1]}"
-    return None
 
 
 def _release(version: str) -> str:

@@ -249,6 +249,28 @@ def first_line(command: Sequence[str], *, timeout: float = 10.0) -> str | None:
     return next((line.strip() for line in lines if line.strip()), None)
 
 
+_MPIS = {
+    "Open MPI": r"Open MPI|OpenRTE",
+    "Intel MPI": r"Intel\(R\) MPI Library",
+    "MPICH": r"MPICH Version|HYDRA build details",
+    "Cray PALS": r"(?i:\bpals\b)",
+}
+"""What comes before the version where an MPI's library or its mpirun introduces itself. MVAPICH starts by hydra."""
+
+
+def mpi_identity(text: str) -> tuple[str, str] | None:
+    """Return maker and version, such as ``Open MPI`` and ``4.1.8``, from what an MPI says of itself; None if unclear.
+
+    IBM Spectrum MPI is made of Open MPI 4, and has numbers of its own.
+    """
+    if "IBM Spectrum MPI" in text:
+        return "Open MPI", "4"
+    for maker, lead in _MPIS.items():
+        if match := re.search(rf"(?:{lead})\D*(\d+(?:\.\d+)*)", text):
+            return maker, match[1]
+    return None
+
+
 def kill_tree(pid: int) -> None:
     """Kill a process and its descendants; launchers put ranks into sessions of their own."""
     try:
