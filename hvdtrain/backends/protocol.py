@@ -169,10 +169,6 @@ class Backend(Collectives, Protocol):
         """Number of processes that read different samples."""
 
     @property
-    def local_index(self) -> int:
-        """This replica's index within its process; 0 outside of `run`."""
-
-    @property
     def local_size(self) -> int:
         """Number of replicas per process."""
 
@@ -269,7 +265,6 @@ def split_axes(backend: Backend) -> dict[str, int]:
 class OneReplica:
     """The half of a backend that runs steps, where a process has one replica and plain variables."""
 
-    local_index = 0
     local_size = 1
     roles: Mapping[str, int] = {}
 

@@ -14,7 +14,6 @@ class NoOpCollectives:
     transport: str | None = None
     size = 1
     index = 0
-    local_index = 0
     local_size = 1
     primary = True
     axes: Mapping[str, int] = {}

@@ -54,11 +54,6 @@ class StrategyBackend:
             return self.process * self.local_size
         return int(tf.get_static_value(context.replica_id_in_sync_group))
 
-    @property
-    def local_index(self) -> int:
-        """Replica index within this process."""
-        return self.index - self.process * self.local_size
-
     def scope(self) -> AbstractContextManager[Any]:
         return self._strategy.scope()
 
