@@ -85,7 +85,7 @@ def observers_of(
     chosen: list[Observer] = [make_console(live=on_terminal(session.environment)), JsonlWriter(folder.metrics)]
     reported = config.observability
     if reported.metrics_port is not None:
-        chosen.append(open_exporter(reported.metrics_port, reported.metrics_host, figures, again=session.rejoined))
+        chosen.append(open_exporter(reported.metrics_port, reported.metrics_host, figures, again=session.link.rejoined))
     if reported.tensorboard and has_package("tensorboard", "TensorBoard files", "tensorboard"):
         chosen.append(TensorBoardWriter(folder.tensorboard))
     return Observers(chosen)

@@ -158,6 +158,11 @@ class Link:
         """Name of an elastic job, the same in all of its worlds; None for others."""
         return None if self.worlds is None else self.worlds.job
 
+    @property
+    def rejoined(self) -> bool:
+        """Whether this process was in a world of the job before this one."""
+        return self.worlds is not None and self.worlds.entered > 1
+
     def record_to(self, trace: Trace | None) -> None:
         """Record what this rank does; called before anything is watched."""
         self.trace = trace

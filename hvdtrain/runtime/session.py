@@ -78,11 +78,6 @@ class Session:
         return self.link.worlds is not None
 
     @property
-    def rejoined(self) -> bool:
-        """Whether this process was in a world of the job before this one."""
-        return self.link.worlds is not None and self.link.worlds.entered > 1
-
-    @property
     def serves(self) -> bool:
         """Whether this rank does what another asks for: there is nothing left for it but to close."""
         return self.strategy is not None and self.strategy.server is not None
@@ -271,8 +266,8 @@ def join_next_world(session: Session) -> Session:
 
 def _configure_tensorflow(link: Link, config: RuntimeConfig, plan: DevicePlan, gpu: int | None) -> RuntimeError | None:
     """Set up TensorFlow's threads and devices; return the error if it was in use before."""
-    if _keeps_tensorflow(link):
-        return None
+    if link.rejoined:
+        return None  # TensorFlow has the threads and devices of an earlier world
     try:
         prepare_devices(config)
         # A model in a process of its own may have its halves on several.
@@ -284,14 +279,9 @@ def _configure_tensorflow(link: Link, config: RuntimeConfig, plan: DevicePlan, g
     return None
 
 
-def _keeps_tensorflow(link: Link) -> bool:
-    """Return whether TensorFlow has the threads and devices of an earlier world."""
-    return link.worlds is not None and link.worlds.entered > 1
-
-
 def _start_tensorflow(link: Link, config: RuntimeConfig, plan: DevicePlan) -> OpenStrategy | None:
     """Start TensorFlow as it is configured, and make the strategy of a backend of tf.distribute."""
-    if _keeps_tensorflow(link):
+    if link.rejoined:
         return None
     if len(plan.cores) == 1:
         end_iterators_at_once()
