@@ -68,7 +68,9 @@ def _exchange(
         body = _ERROR + str(error).encode()
     message = encode_call(call, {name: repr(value) for name, value in arguments.items()}) + b"\n" + body
     try:
-        everyone = session.control.exchange(message, timeout=session.load_timeout if timeout is None else timeout)
+        everyone = session.control.exchange(
+            message, timeout=session.config.load_timeout if timeout is None else timeout
+        )
     except LaunchError as error:
         raise LaunchError(f"hvdtrain.{call}(): {error} Where ranks may take longer, pass timeout=SECONDS.") from error
     check_same_call(everyone, call)

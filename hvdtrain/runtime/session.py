@@ -46,8 +46,6 @@ class Session:
     plan: DevicePlan
     strategy: OpenStrategy | None = None
     """None where tf.distribute does not take part."""
-    load_timeout: float = RuntimeConfig.load_timeout
-    """Seconds to wait for ranks that still load their data."""
     config: RuntimeConfig = field(default_factory=RuntimeConfig)
     """The options it was opened with."""
     arguments: Mapping[str, Any] | None = None
@@ -96,7 +94,7 @@ class Session:
         if self.control.size == 1:
             return [payload]
         try:
-            everyone = self.control.exchange(payload, timeout=self.load_timeout if timeout is None else timeout)
+            everyone = self.control.exchange(payload, timeout=self.config.load_timeout if timeout is None else timeout)
         except LaunchError as error:
             if timeout is not None:
                 raise
@@ -239,7 +237,6 @@ def open_session(link: Link, config: RuntimeConfig, facts: Mapping[str, str] | N
         world=world,
         plan=plan,
         strategy=strategy,
-        load_timeout=config.load_timeout,
         config=config,
         malloc=malloc,
     )

@@ -84,7 +84,7 @@ class Commits:
         Raises ConfigError for ranks that make another call than `call`.
         """
         mine = encode_call(call, {}) + b"\n" + json.dumps(self.settled).encode()
-        everyone = session.control.exchange(mine, timeout=session.load_timeout)
+        everyone = session.control.exchange(mine, timeout=session.config.load_timeout)
         check_same_call(everyone, call)
         told = [json.loads(theirs.partition(b"\n")[2]) for theirs in everyone]
         self.settled = next((settled for settled in told if settled is not None), None)

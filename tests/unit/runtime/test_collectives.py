@@ -8,6 +8,7 @@ import pytest
 from hvdtrain.backends.horovod import HorovodBackend
 from hvdtrain.config.data import DataConfig
 from hvdtrain.config.errors import LaunchError
+from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.data.identity import check_same_data
 from hvdtrain.data.registry import load_splits
 from hvdtrain.runtime.collectives import AxisCollectives, AxisGroup
@@ -35,7 +36,7 @@ def backend(session, seconds, load_timeout):
     link = replace(session.link, control=Slow(seconds))
     ranks = AxisCollectives(AxisGroup(axis="dp", ranks=(0, 1), index=0, process_set=None))  # they exchange no tensors
     world = World(mesh=Mesh.data_parallel(0, 2), hosts=("here", "there"), collectives={"dp": ranks})
-    return HorovodBackend(replace(session, link=link, world=world, load_timeout=load_timeout))
+    return HorovodBackend(replace(session, link=link, world=world, config=RuntimeConfig(load_timeout=load_timeout)))
 
 
 ARRAYS = np.zeros((8, 2)), np.zeros(8)

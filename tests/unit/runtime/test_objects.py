@@ -7,13 +7,16 @@ import pytest
 
 import hvdtrain
 from hvdtrain.config.errors import ConfigError, LaunchError
+from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.runtime import objects
 from hvdtrain.runtime.objects import object_of_root, objects_of_all, wait_for_all
 from tests.unit.threaded_ranks import as_ranks
 
 
 def ranks(size, body):
-    return as_ranks(size, lambda channel: body(SimpleNamespace(control=channel, load_timeout=10.0)))
+    return as_ranks(
+        size, lambda channel: body(SimpleNamespace(control=channel, config=RuntimeConfig(load_timeout=10.0)))
+    )
 
 
 def test_each_rank_gets_the_objects_of_all():

@@ -12,6 +12,7 @@ import pytest
 
 from hvdtrain.backends.single import SingleBackend
 from hvdtrain.config.errors import ConfigError, LaunchError, MissingRankError
+from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.data.batch import per_replica
 from hvdtrain.runtime.broken_links import sockets
 from hvdtrain.runtime.elastic import Engine, HostsChangedError, Worlds, is_over, threads
@@ -182,7 +183,7 @@ def test_worlds_that_come_to_nothing_end_the_job(state, backend):
 
 
 def session_over(channel):
-    return SimpleNamespace(control=channel, load_timeout=10.0)
+    return SimpleNamespace(control=channel, config=RuntimeConfig(load_timeout=10.0))
 
 
 def test_a_rank_that_joins_is_told_what_was_settled():

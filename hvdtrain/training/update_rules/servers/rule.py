@@ -212,7 +212,7 @@ class AsyncUpdate(UpdateRule):
             if self._options.record:
                 check_writable(self._options.record, self._backend)
             session = current()
-            self._messages = Messages(session, session.load_timeout)
+            self._messages = Messages(session, session.config.load_timeout)
             self._server = self._make_server(self._messages, replay)
             self._connection = Connection(self._messages)
             session.threads.append(self._server.stop)
