@@ -372,10 +372,7 @@ TITLES = {
     "elastic": "ranks that are lost or come",
 }
 """The groups of options, by section of the configuration."""
-COMMON = (
-    *("--model", "--data", "--data-args", "--batch", "--epochs", "--learning-rate", "--optimizer"),
-    "--precision",
-)
+COMMON = ("--model", "--data", "--batch", "--epochs", "--learning-rate", "--optimizer")
 """Options that the first screen explains."""
 
 

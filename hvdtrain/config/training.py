@@ -79,7 +79,9 @@ PACED = "async|gossip|easgd"
 CompensationName = Literal["none", "rate", "dc_asgd", "adaptive"]
 ZeroStage = Literal[0, 1, 2, 3]
 OuterName = Literal["average", "slowmo", "diloco"]
+BitsName = Literal[8, 16, 32]
 WHOLE = excludes("tp", why="each rank holds slices of weights")
+ALL_AT_ONCE = excludes("average_slots", why="only weights are averaged in a stream")
 
 
 @section
@@ -200,6 +202,34 @@ class UpdateConfig:
         None, "[0, 1)", BETWEEN_REPLICAS, NOT_ON_STRATEGIES, applies_to("outer_optimizer=slowmo|diloco")
     )
     """Momentum of the outer optimizer; None: 0.7 for slowmo, 0.9 for diloco."""
+    average_fragments: int = option(
+        1, "[1, inf)", BETWEEN_REPLICAS, NOT_ON_STRATEGIES, applies_to("local_steps"), WHOLE, ALL_AT_ONCE
+    )
+    """With --local-steps: average so many fragments of the weights in turn, each every N steps."""
+    average_delay: int = option(
+        0,
+        "[0, inf)",
+        BETWEEN_REPLICAS,
+        NOT_ON_STRATEGIES,
+        applies_to("local_steps"),
+        WHOLE,
+        ALL_AT_ONCE,
+        excludes(
+            "local_steps",
+            why="an average must arrive before the next one begins",
+            instead="use fewer steps",
+            holds=lambda delay, period: period is not None and delay >= period,
+        ),
+    )
+    """With --local-steps: steps that an average takes, beside the training."""
+    average_blend: float | None = option(
+        None, "[0, 1)", BETWEEN_REPLICAS, NOT_ON_STRATEGIES, applies_to("local_steps"), WHOLE, ALL_AT_ONCE
+    )
+    """With --local-steps: share of a rank's own weights in the average that arrives; None: 0, or 0.5 if delayed."""
+    average_bits: BitsName = option(
+        32, BETWEEN_REPLICAS, NOT_ON_STRATEGIES, applies_to("local_steps"), WHOLE, ALL_AT_ONCE
+    )
+    """With --local-steps: bits per element of what is averaged, the difference to the last average."""
 
 
 ReduceOpName = Literal["average", "sum", "adasum"]

@@ -13,6 +13,7 @@ from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.config.training import (
     BadStepConfig,
     BadStepName,
+    BitsName,
     ClippingConfig,
     CompensationName,
     CompressionName,
@@ -95,6 +96,10 @@ class TrainerOptions(TypedDict, total=False):
     outer_optimizer: OuterName
     outer_learning_rate: float | None
     outer_momentum: float | None
+    average_fragments: int
+    average_delay: int
+    average_blend: float | None
+    average_bits: BitsName
     pipeline_schedule: ScheduleName
     virtual_stages: int
     pipeline_stages: tuple[str, ...]

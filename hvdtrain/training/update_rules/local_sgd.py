@@ -6,7 +6,7 @@ lr g_i)) / sum(W_i) = w - lr sum(W_i g_i) / sum(W_i), where g_i is the mean grad
 their weight.
 
 With `options.local_after` the first steps are data parallel: post-local SGD (Lin et al. 2018, arXiv:1808.07217). An
-outer optimizer (`outer.py`) may take the average's place.
+outer optimizer (`outer.py`) may take the average's place; `streaming.py` averages in fragments, beside the steps.
 """
 
 from collections.abc import Callable, Mapping
@@ -42,11 +42,12 @@ class LocalUpdate(UpdateRule):
     """
 
     weights_agree = False
+    divides_batches = False
 
     def __init__(self, backend: Backend, model: Any, optimizer: Any, options: StepOptions | None = None) -> None:
         super().__init__(backend, model, optimizer, options)
-        options = options or StepOptions()
-        self._period = options.local_steps
+        self._options = options = options or StepOptions()
+        self._period = options.local_steps or 1
         self._after = options.local_after
         self._average_slots = options.average_slots
         self._outer = None if options.outer_optimizer == "average" else OuterOptimizer(options)
@@ -56,6 +57,15 @@ class LocalUpdate(UpdateRule):
         """Weight of this replica's samples since the last average."""
         self._steps = tf.Variable(0, trainable=False, dtype=tf.int64, name="local_steps")
         self._unread = LocalTotals(backend)
+
+    @classmethod
+    def variant(cls, options: StepOptions) -> type[UpdateRule]:
+        """Return the class that averages as a whole, or in a stream."""
+        if not {"average_fragments", "average_delay", "average_blend", "average_bits"} & options.chosen().keys():
+            return cls
+        from hvdtrain.training.update_rules.streaming import StreamingUpdate
+
+        return StreamingUpdate
 
     def follow_model(self, *, training: bool = True) -> None:
         """Also update the tensors to average."""
@@ -97,12 +107,16 @@ class LocalUpdate(UpdateRule):
         own, norm = self._clipped(own, norm)
         with fused_updates(self.optimizer):
             self.optimizer.apply(own, self._variables)
-        self._weight.assign_add(tf.cast(local.totals[1], tf.float64))
-        due = (self._steps.assign_add(1) >= self._period) & ~early
-        tf.cond(due, lambda: self._average(self._averaged), lambda: tf.constant(False))
+        self._average_if_due(tf.cast(local.totals[1], tf.float64), early)
         if measure and norm is not None:
             norm = self._backend.all_reduce(norm, name="gradient//norm", op="average")
         return local.totals, norm if measure else None
+
+    def _average_if_due(self, weight: tf.Tensor, early: tf.Tensor) -> None:
+        """Count a step with samples of this `weight`; average at the end of a period, unless it is an early step."""
+        self._weight.assign_add(weight)
+        due = (self._steps.assign_add(1) >= self._period) & ~early
+        tf.cond(due, lambda: self._average(self._averaged), lambda: tf.constant(False))
 
     def _together(self, gradients: Mapping[str, Any], weight: tf.Tensor) -> dict[str, Any]:
         """Return the mean of the replicas' gradients, weighted by their samples. Collective."""

@@ -5,6 +5,7 @@ of the local steps.
 
 - `slowmo` (Wang et al. 2019, arXiv:1910.00643, algorithm 1), with the slow learning rate alpha and momentum beta:
   u <- beta u + (x - m) / gamma, x <- x - alpha gamma u. With alpha 1 and beta 0 it is the average.
+- `average`: x <- m.
 - `diloco` (Douillard et al. 2023, arXiv:2311.08105): SGD with Nesterov's momentum mu and learning rate eta on x - m:
   u <- mu u + (x - m), x <- x - eta (x - m + mu u).
 """
@@ -19,8 +20,8 @@ from hvdtrain.state.named_tensors import NamedTensor, replicated_tensor
 from hvdtrain.state.train_state import RULE
 from hvdtrain.training.options import StepOptions
 
-RATES = {"slowmo": 1.0, "diloco": 0.7}
-MOMENTA = {"slowmo": 0.7, "diloco": 0.9}
+RATES = {"average": 1.0, "slowmo": 1.0, "diloco": 0.7}
+MOMENTA = {"average": 0.0, "slowmo": 0.7, "diloco": 0.9}
 _PLACE = f"{RULE}outer_momentum/"
 
 
@@ -42,7 +43,12 @@ class OuterOptimizer:
         for path in weights.keys() - self._anchors.keys():
             value = at_least_float32(weights[path].read_value())
             self._anchors[path] = tf.Variable(value, trainable=False, name="outer_anchor")
-            self._momenta[path] = tf.Variable(tf.zeros_like(value), trainable=False, name="outer_momentum")
+            if self._name != "average":
+                self._momenta[path] = tf.Variable(tf.zeros_like(value), trainable=False, name="outer_momentum")
+
+    def anchor(self, path: str) -> tf.Tensor:
+        """Return the weights at `path` after their last outer step."""
+        return self._anchors[path].read_value()
 
     def begin(self) -> None:
         """Begin at the present weights, on which all replicas agree."""
@@ -51,7 +57,11 @@ class OuterOptimizer:
 
     def step(self, path: str, mean: tf.Tensor, local_rate: tf.Tensor) -> tf.Tensor:
         """Return the weights that follow the replicas' `mean` of those at `path`."""
-        anchor, momentum = self._anchors[path], self._momenta[path]
+        anchor = self._anchors[path]
+        if self._name == "average":
+            anchor.assign(mean)
+            return mean
+        momentum = self._momenta[path]
         before, moved = anchor.read_value(), anchor.read_value() - mean
         if self._name == "slowmo":
             local_rate = tf.cast(local_rate, mean.dtype)
@@ -66,7 +76,8 @@ class OuterOptimizer:
 
     def named_tensors(self) -> dict[str, NamedTensor]:
         """Return the momentum, by path."""
-        return {f"{_PLACE}{path}": replicated_tensor(self._momenta[path]) for path in self._weights}
+        held = [path for path in self._weights if path in self._momenta]
+        return {f"{_PLACE}{path}": replicated_tensor(self._momenta[path]) for path in held}
 
     def load(self, tensors: Mapping[str, np.ndarray]) -> None:
         """Take up the momentum of a checkpoint; 0 where it has none, as of a run by another rule."""
