@@ -111,7 +111,7 @@ class Facts:
         "the optimizer's own global_clipnorm",
         "{}",
         excludes(
-            "update=async",
+            "update=async|hybrid",
             why="each server would clip by the norm of its own variables",
             instead=f"use {opt('clip_norm')}, which takes the norm over all of them",
         ),
@@ -122,7 +122,7 @@ class Facts:
         "{}, which scales the loss dynamically",
         excludes(
             "local_steps",
-            "update=async|gossip|easgd",
+            "update=async|gossip|easgd|hybrid",
             "backend=parameter_server",
             why="each worker would have a scale of its own",
             instead=f"use {opt('precision', 'mixed_bfloat16')}",

@@ -72,10 +72,12 @@ class ClippingConfig:
     """Bound on the absolute value of each gradient element."""
 
 
-UpdateName = Literal["all_reduce", "local", "async", "gossip", "easgd"]
+UpdateName = Literal["all_reduce", "local", "async", "hybrid", "gossip", "easgd"]
 GraphName = Literal["ring", "exponential"]
 PACED = "async|gossip|easgd"
 """Update rules whose workers go on at their own pace."""
+SERVED = f"{PACED}|hybrid"
+"""Update rules with servers."""
 CompensationName = Literal["none", "rate", "dc_asgd", "adaptive"]
 ZeroStage = Literal[0, 1, 2, 3]
 OuterName = Literal["average", "slowmo", "diloco"]
@@ -93,13 +95,12 @@ class UpdateConfig:
         NOT_ON_STRATEGIES,
         BETWEEN_REPLICAS,
         needs("local_steps", when="local", instead="add the steps between two averages"),
-        needs("controller=mpi", when=PACED, instead="start with mpirun, or horovodrun --mpi"),
+        needs("controller=mpi", when=SERVED, instead="start with mpirun, or horovodrun --mpi"),
         excludes("zero", why="it is an update rule of its own"),
-        excludes("local_steps", when="async", why="it is an update rule of its own"),
+        excludes("local_steps", when="async|hybrid", why="it is an update rule of its own"),
         excludes(
-            "local_after",
-            "average_slots",
-            "outer_optimizer",
+            *("local_after", "average_slots", "outer_optimizer"),
+            *("average_fragments", "average_delay", "average_blend", "average_bits"),
             when="gossip|easgd",
             why="nothing is averaged over all ranks",
         ),
@@ -109,21 +110,41 @@ class UpdateConfig:
             why="gradients are not reduced",
         ),
         excludes("sync_batch_norm", "sync_layer", when=PACED, why="workers go on at their own pace"),
-        excludes("on_bad_step", "spike_threshold", when=PACED, why="workers cannot agree on skipped steps"),
-        excludes("desync_every", when=PACED, why="workers differ until they meet again"),
+        excludes("reduce_op", "sparse_gradients", when="hybrid", why="servers add up rows"),
+        excludes("clip_norm", "clip_value", when="hybrid", why="no rank knows the whole gradient"),
+        excludes("on_bad_step", "spike_threshold", when=SERVED, why="workers cannot agree on skipped steps"),
+        excludes("desync_every", when=SERVED, why="workers differ until they meet again"),
         excludes(
             *("pp", "cp", "tp", "experts", "exchanging_layer"),
-            when=PACED,
+            when=SERVED,
             why="each worker computes a gradient by itself",
         ),
-        excludes("repeated_step", when=PACED, why="it has no effect there"),
-        excludes("elastic", when=PACED, why="ranks must stay"),
+        excludes("repeated_step", when=SERVED, why="it has no effect there"),
+        excludes("elastic", when=SERVED, why="ranks must stay"),
     )
     """Update rule: all_reduce; local steps, with --local-steps; async: workers push gradients to servers, which all
-    ranks are, and wait for nobody; gossip: each averages its weights with a neighbour's; easgd: with a center.
+    ranks are, and wait for nobody; hybrid: rows of embeddings to servers, all other gradients reduced; gossip: each
+    averages its weights with a neighbour's; easgd: with a center.
+    """
+    servers: int = option(
+        0,
+        "[0, inf)",
+        BETWEEN_REPLICAS,
+        applies_to("update=async"),
+        excludes("max_staleness", why="a bound is for workers that take slices of their own"),
+        excludes("size", why="a rank must be left to train", holds=lambda servers, size: 1 < size <= servers),
+    )
+    """With --update async: the last N ranks only serve, and own all parameters; 0: all ranks do both."""
+    server_variables: tuple[str, ...] = option((), BETWEEN_REPLICAS, applies_to("update=hybrid"))
+    """With --update hybrid: regular expressions for the paths of variables on servers; by default all whose gradients
+    are rows, fewer than the table has, and of which the optimizer changes no other rows.
     """
     gossip_graph: GraphName = option("ring", BETWEEN_REPLICAS, applies_to("update=gossip"))
     """With --update gossip: the neighbours: before and after, or 1, 2, 4 … ranks further."""
+    push_sum: bool = option(False, BETWEEN_REPLICAS, applies_to("update=gossip"))
+    """With --update gossip: send half of the weights to the neighbour, and wait for no answer (stochastic gradient
+    push).
+    """
     elasticity: float | None = option(None, "(0, 1]", BETWEEN_REPLICAS, applies_to("update=easgd"))
     """With --update easgd: share of the distance by which weights and center move; None: 0.9 over the ranks."""
     max_staleness: int | None = option(None, "[0, inf)", BETWEEN_REPLICAS, applies_to("update=async"))
@@ -137,9 +158,12 @@ class UpdateConfig:
     dc_strength: float | None = option(None, "[0, inf)", BETWEEN_REPLICAS, applies_to("compensation=dc_asgd|adaptive"))
     """Strength lambda of DC-ASGD; None: 0.04, or 2 if adaptive."""
     pull_ahead: bool = option(
-        False, BETWEEN_REPLICAS, applies_to("update=async"), excludes("max_staleness=0", why="nothing may be stale")
+        False,
+        BETWEEN_REPLICAS,
+        applies_to("update=async|hybrid"),
+        excludes("max_staleness=0", why="nothing may be stale"),
     )
-    """With --update async: pull the next parameters during the step, which makes them staler by one."""
+    """With --update async or hybrid: pull the next parameters during the step, which makes them staler by one."""
     record: str | None = option(None, BETWEEN_REPLICAS, applies_to(f"update={PACED}"))
     """With --update async, gossip or easgd: write the order of updates to this file (JSON)."""
     replay: str | None = option(None, BETWEEN_REPLICAS, applies_to(f"update={PACED}"))

@@ -190,12 +190,12 @@ class SourceTraining:
             return next(self.batches(0))  # which names the sample
         return self._batch_of(elements, has_samples, samples)
 
-    def slice_at(self, step: int, index: int) -> Batch:
-        """Return slice `index` of the batch of `step`, this replica's or another's."""
+    def slice_at(self, step: int, index: int, size: int) -> Batch:
+        """Return slice `index` of `size` of the batch of `step`."""
         epoch, within = divmod(step, self.order.steps_per_epoch)
         samples = self.batch if within < self.order.full_batches else self.order.rest
-        begin, end, has_samples = slice_bounds(samples, index, self._size)
-        numbers = self.order.slice_numbers(epoch, within, 1, samples, index, self._size)[0]
+        begin, end, has_samples = slice_bounds(samples, index, size)
+        numbers = self.order.slice_numbers(epoch, within, 1, samples, index, size)[0]
         elements = with_static_shapes(self.source, self.source.gather(numbers))
         if self.read_options.augment is not None:
             draws = Draws(seed=self.order.seed, step=tf.constant(step, tf.int64), samples=samples, begin=begin, end=end)

@@ -156,8 +156,10 @@ class TrainState:
         share_states(self.model, backend, root)
         self.restore(everyone[root][1])
 
-    def average_statistics(self, backend: Backend) -> None:
-        """Average self-updated variables (BatchNorm's statistics) over the replicas. Collective.
+    def average_statistics(self, backend: Backend, trainers: int | None = None) -> None:
+        """Average self-updated variables (BatchNorm's statistics) over the first `trainers` replicas. Collective.
+
+        None: over all of them.
 
         Those whose `aggregation` is `only_first_replica` become those of the first.
 
@@ -176,7 +178,12 @@ class TrainState:
                     variable.assign(first)
                     continue
                 wide = tf.cast(variable.read_value(), tf.float64)
-                mean = backend.all_reduce(wide, name=f"statistics/{path}", op="average")
+                name = f"statistics/{path}"
+                if trainers in (None, backend.size):
+                    mean = backend.all_reduce(wide, name=name, op="average")
+                else:
+                    counted = wide if backend.index < trainers else tf.zeros_like(wide)
+                    mean = backend.all_reduce(counted, name=name) / trainers
                 variable.assign(tf.cast(mean, variable.dtype))
 
         run_once(lambda: backend.run(average_all))

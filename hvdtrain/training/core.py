@@ -312,7 +312,7 @@ class TrainerCore:
     def consolidate(self) -> None:
         """Make the model hold the weights to be evaluated and saved. Collective."""
         self.rule.consolidate()
-        self.state.average_statistics(self.backend)
+        self.state.average_statistics(self.backend, self.rule.trainers)
 
     def averaged_weights(self) -> AbstractContextManager[None]:
         """Swap in the weights' EMA (`use_ema=True`) as of the last `consolidate`."""

@@ -80,7 +80,10 @@ class TrainerOptions(TypedDict, total=False):
     gradient_groups: int
     predivide: float
     update: UpdateName
+    servers: int
+    server_variables: tuple[str, ...]
     gossip_graph: GraphName
+    push_sum: bool
     elasticity: float | None
     max_staleness: int | None
     compensation: CompensationName

@@ -61,6 +61,25 @@ def test_an_asynchronous_run_tells_its_staleness_and_goes_on_under_another_rule(
     assert after["val_accuracy"] > 0.85
 
 
+def test_a_rank_that_only_serves_trains_on_nothing(tmp_path):
+    hvdtrain("mpirun", 2, *DIGITS, "run", "--update", "async", "--servers", "1", cwd=tmp_path)
+    summary = summary_of(tmp_path / "run")
+    assert summary["slices"] == [summary["steps"], 0]
+    assert summary["val_accuracy"] > 0.85
+    hvdtrain("none", 1, "evaluate", "run", cwd=tmp_path)
+    evaluated = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    assert evaluated["val_loss"] == pytest.approx(summary["val_loss"], rel=1e-5)
+
+
+def test_averages_are_streamed(tmp_path):
+    options = ["--local-steps", "8", "--average-fragments", "2", "--average-delay", "2", "--average-bits", "8"]
+    hvdtrain("gloo", 2, *DIGITS, "run", *options, cwd=tmp_path)
+    assert summary_of(tmp_path / "run")["val_accuracy"] > 0.85
+    late = ["--local-steps", "2", "--average-delay", "2"]
+    refused = hvdtrain("gloo", 2, *DIGITS, "late", *late, cwd=tmp_path, code=2)
+    assert "--average-delay 2 does not go with --local-steps 2: an average must arrive before" in refused.text
+
+
 def test_a_recorded_order_is_repeated(tmp_path):
     options = [*DIGITS[:-1], "--max-steps", "9", "--update", "async"]
     hvdtrain("mpirun", 2, *options, "--record", "order.json", "--run-dir", "first", cwd=tmp_path)
@@ -74,3 +93,10 @@ def test_a_recorded_order_is_repeated(tmp_path):
 def test_asynchronous_training_needs_mpi(tmp_path):
     refused = hvdtrain("gloo", 2, *DIGITS, "run", "--update", "async", cwd=tmp_path, code=2)
     assert "--update async needs MPI: start with mpirun, or horovodrun --mpi" in refused.text
+
+
+def test_what_has_no_tables_has_none_on_servers(tmp_path):
+    options = ["--update", "hybrid", "--optimizer", "sgd"]
+    refused = hvdtrain("mpirun", 2, *DIGITS, "run", *options, cwd=tmp_path, code=2)
+    assert "--update hybrid puts tables on servers of which a step touches few rows" in refused.text
+    assert "Traceback" not in refused.text

@@ -210,7 +210,7 @@ class SavingHooks:
                 self._state.held_weights = callbacks.held_weights(self._state.weight_paths())
             scalars.stopped = step is not None and step.outcome is Outcome.STOP
             self._rule.prepare_to_save()
-            self._state.average_statistics(self._backend)
+            self._state.average_statistics(self._backend, self._rule.trainers)
             yield
         finally:
             scalars.progress.callbacks, scalars.progress.metrics, self._state.held_weights = [], {}, {}

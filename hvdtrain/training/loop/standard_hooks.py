@@ -191,7 +191,7 @@ class StandardTraining:
         if self._rule.guard is not None:
             self._state.scalars.recent_losses = self._rule.guard.recent()
         self._rule.consolidate()
-        self._state.average_statistics(self._backend)
+        self._state.average_statistics(self._backend, self._rule.trainers)
         self._rule.finalize()
         if self._callbacks is not None:
             self._callbacks.end()
@@ -302,7 +302,7 @@ class StandardTraining:
         elif validation is not None:
             self._rule.prepare_to_evaluate()
         if self._callbacks is not None or validation is not None:
-            self._state.average_statistics(self._backend)
+            self._state.average_statistics(self._backend, self._rule.trainers)
         logs = self._report.training_metrics()
         if self._rule.guard is not None:
             logs["bad_steps"] = self._bad_steps.end_epoch()

@@ -256,7 +256,7 @@ class KerasStepFactory:
             jit=self._options.jit,
             parameters=rule.parameters(state.trainable),
             kinds=self._kinds,
-            divides=rule.weights_agree and (self._backend.size > 1 or microbatch is not None),
+            divides=rule.divides_batches and (self._backend.size > 1 or microbatch is not None),
         )
         return TrainStep(self._backend, state, passes=passes, logs=self._logs, rule=rule, microbatch=microbatch)
 

@@ -43,7 +43,11 @@ class UpdateRule:
     guard: StepGuard | None = None
     """Skips the update of a bad step; None: all updates are applied."""
     weights_agree = True
-    """Whether all replicas hold the same weights after each step."""
+    """Whether all replicas hold the same weights and optimizer state after each step."""
+    divides_batches = True
+    """Whether a step is that of all replicas' samples together, or each takes one of its own."""
+    trainers: int | None = None
+    """Number of the replicas that train, the first ones; None: all."""
     figures: Mapping[str, Any] = {}
     """Counts of the last training, for its summary."""
     waits_when_measured = False

@@ -13,6 +13,7 @@ RULES = {
     "zero": "hvdtrain.training.update_rules.zero.stage1:ZeroUpdate",
     "local": "hvdtrain.training.update_rules.local_sgd:LocalUpdate",
     "async": "hvdtrain.training.update_rules.servers.rule:AsyncUpdate",
+    "hybrid": "hvdtrain.training.update_rules.servers.hybrid:HybridUpdate",
     "gossip": "hvdtrain.training.update_rules.servers.peers:GossipUpdate",
     "easgd": "hvdtrain.training.update_rules.servers.peers:ElasticUpdate",
     "local_steps": "hvdtrain.training.update_rules.local_sgd:LocalUpdate",

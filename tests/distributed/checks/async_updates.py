@@ -1,9 +1,14 @@
 """Asynchronous training with parameter servers, against one process that applies the same updates."""
 
+import itertools
 import json
+import os
+import signal
+import subprocess
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
@@ -95,6 +100,7 @@ class Simulation:
         by_staleness: whether learning rates are divided by the staleness.
         shared: whether a worker that was free took the next slice.
         together: whether epochs end with the same parameters everywhere.
+        servers: the last ranks, which only serve.
         lost: the event of server 0 whose update is left out.
         doubled: the one whose update is applied twice.
     """
@@ -110,18 +116,25 @@ class Simulation:
         by_staleness: bool = False,
         shared: bool = True,
         together: bool = False,
+        servers: int = 0,
         lost: int | None = None,
         doubled: int | None = None,
     ) -> None:
         build, data = MODELS[kind]
         self._model, (self._x, self._y) = build("float64", 0), data("float64")
-        self._size, self._rate, self._ahead, self._by_staleness = len(events), rate, ahead, by_staleness
+        self._ranks, self._rate, self._ahead, self._by_staleness = len(events), rate, ahead, by_staleness
+        self._size = self._ranks - servers
         self._together, self._times = together, {lost: 0, doubled: 2}
         self._variables = {str(place): v for place, v in enumerate(self._model.trainable_variables)}
-        self._owners = owners_of({name: v.numpy().nbytes for name, v in self._variables.items()}, self._size)
+        sizes = {name: v.numpy().nbytes for name, v in self._variables.items()}
+        first = self._size if servers else 0
+        self._owners = {name: first + owner for name, owner in owners_of(sizes, servers or self._size).items()}
         self._updates = [update() for _ in events]
         self._now: Weights = {name: v.numpy() for name, v in self._variables.items()}
-        self._events = [deque((kind, worker) for kind, worker in each if kind != TICKET) for each in events]
+        # A rank that only serves pushes nothing, once.
+        self._events = [
+            deque((kind, worker) for kind, worker in each if kind != TICKET and worker < self._size) for each in events
+        ]
         tickets: dict[int, list[int]] = defaultdict(list)
         if shared:
             for number, worker in enumerate([*range(self._size), *(w for kind, w in events[0] if kind == TICKET)]):
@@ -134,13 +147,13 @@ class Simulation:
     def run(self) -> Weights:
         size = self._size
         held = [dict(self._now) for _ in range(size)]
-        versions = [[0] * size for _ in range(size)]  # [worker][server]
+        versions = [[0] * self._ranks for _ in range(size)]  # [worker][server]
         computed: list[Any] = [None] * size
         # [worker][server]: pushes that a server has taken; one that owns nothing is sent none.
         pushed = [dict.fromkeys(self._owners.values(), 0) for _ in range(size)]
-        epochs, version, done = [0] * size, [0] * size, [0] * size
+        epochs, version, done = [0] * size, [0] * self._ranks, [0] * self._ranks
         ends: dict[int, Weights] = defaultdict(dict)  # parameters at the end of an epoch
-        awaited = [[0] * size for _ in range(size)]  # pulls that a worker still waits for
+        awaited = [[0] * self._ranks for _ in range(size)]  # pulls that a worker still waits for
 
         def ready(worker: int, server: int) -> bool:
             """Return whether the worker's next gradient for the server can be computed; it is, for all servers."""
@@ -154,7 +167,7 @@ class Simulation:
                 if any(done[each] < epoch * STEPS * size for each in pushed[worker]):
                     return False
                 held[worker], epochs[worker] = dict(ends[epoch]), epoch
-                versions[worker] = [epoch * STEPS * size] * size
+                versions[worker] = [epoch * STEPS * size] * self._ranks
             computed[worker] = (
                 ticket,
                 self._gradients(held[worker], ticket),
@@ -240,10 +253,11 @@ class Copies(Simulation):
     """Workers with copies of their own, which meet others in the recorded order.
 
     Args:
-        meetings: of a rank, whom it meets in turn, each time some: (rank, paths).
+        meetings: of a rank, whom it meets in turn, each time some: (rank, paths), of all variables without paths.
         strength: share of the distance by which both sides move.
         every: updates between two meetings.
         center: whether what is met is a center, which is then the result.
+        pushes: whether half of a copy and of its weight goes to the other, and nothing comes back.
     """
 
     def __init__(
@@ -256,8 +270,10 @@ class Copies(Simulation):
         strength: float,
         every: int,
         center: bool,
+        pushes: bool = False,
     ) -> None:
         super().__init__(kind, events, RATE, update)
+        self._pushes = pushes
         self._meetings = [cycle(meetings(rank)) for rank in range(self._size)]
         self._strength, self._every, self._center = strength, every, center
 
@@ -268,6 +284,7 @@ class Copies(Simulation):
         held, counts = [dict(self._now) for _ in range(size)], [0] * size
         sent: dict[tuple[int, int], deque[Weights]] = defaultdict(deque)
         answers: dict[tuple[int, int], deque[tuple[Weights, Weights]]] = defaultdict(deque)
+        weights = [1.0] * size
 
         def act(server: int, kind: int, worker: int) -> bool:
             mine = copies[server]
@@ -282,12 +299,25 @@ class Copies(Simulation):
                 counts[server] += 1
                 if counts[server] % self._every == 0:
                     for other, paths in next(self._meetings[server]):
-                        sent[server, other].append({path: mine[path] for path in paths})
+                        if self._pushes:
+                            mine.update({path: value / 2 for path, value in mine.items()})
+                            weights[server] /= 2
+                            sent[server, other].append({**mine, "weight": np.array(weights[server])})
+                            continue
+                        sent[server, other].append({path: mine[path] for path in paths or mine})
                         if other == server:  # at once
                             act(server, MEET, server)
                             act(server, MET, server)
             elif kind == PULL:
-                held[server] = dict(mine)
+                held[server] = {path: value / weights[server] for path, value in mine.items()}
+            elif kind == MEET and self._pushes:
+                if not sent[worker, server]:
+                    return False
+                came = sent[worker, server].popleft()
+                weights[server] += float(came.pop("weight"))
+                mine.update({path: mine[path] + value for path, value in came.items()})
+            elif kind == MET and self._pushes:
+                pass
             elif kind == MEET:
                 if not sent[worker, server]:
                     return False
@@ -318,14 +348,13 @@ class Copies(Simulation):
 def check_copies_meet_as_in_a_simulation(world: World) -> None:
     """Gossip on both graphs, and elastic averaging; and what they come to is near what all-reduce comes to."""
     file, momentum, size = world.folder / "order.json", OPTIMIZERS["sgd"], world.size
-    names = [str(place) for place in range(6)]
     sizes = {str(i): v.value.numpy().nbytes for i, v in enumerate(MODELS["wide"][0]("float64", 0).trainable_variables)}
     owned = [[name for name, owner in owners_of(sizes, size).items() if owner == rank] for rank in range(size)]
     parts = [(rank, paths) for rank, paths in enumerate(owned) if paths]
     exponents = [2**k for k in range(size) if 2**k < size]
 
     def neighbours(distances: list[int]) -> Callable[[int], list[list[tuple[int, list[str]]]]]:
-        return lambda rank: [[(other, names)] for other in dict.fromkeys((rank + each) % size for each in distances)]
+        return lambda rank: [[(other, [])] for other in dict.fromkeys((rank + each) % size for each in distances)]
 
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({"update": "gossip"}, {"meetings": neighbours([1, -1]), "strength": 0.5, "every": 1, "center": False}),
@@ -341,16 +370,25 @@ def check_copies_meet_as_in_a_simulation(world: World) -> None:
             {"update": "easgd", "elasticity": 0.3},
             {"meetings": lambda rank: [parts], "strength": 0.3, "every": 1, "center": True},
         ),
+        (
+            {"update": "gossip", "push_sum": True, "gossip_graph": "exponential"},
+            {"meetings": neighbours(exponents), "strength": 0.5, "every": 1, "center": False, "pushes": True},
+        ),
+        ({"update": "gossip"}, {"meetings": neighbours([1, -1]), "strength": 0.5, "every": 1, "center": False}),
     ]
-    for options, more in cases:
-        trainer = trained(world, "wide", momentum(), record=str(file), **options)
+    for number, (options, more) in enumerate(cases):
+        # The last one has a table, of which its optimizer changes some rows, and a meeting all.
+        last = number == len(cases) - 1
+        kind, make = ("table", OPTIMIZERS["plain sgd"]) if last else ("wide", momentum)
+        trainer = trained(world, kind, make(), record=str(file), **options)
         world.gather(b"")
-        expected = Copies("wide", recorded(file), lambda: Keras(momentum), **more).run()
+        update = partial(Keras, make)
+        expected = Copies(kind, recorded(file), update, **more).run()
         error = relative_error(trainer.model.get_weights(), list(expected.values()))
         assert error <= 1e-9, f"{options}: {error:.2e}"
-        start = hvdtrain.Trainer(MODELS["wide"][0]("float64", 0), "sgd", CROSS_ENTROPY, backend=world.backend)
-        data = MODELS["wide"][1]("float64")
-        assert trainer.evaluate(data).loss < 0.8 * start.evaluate(data).loss, options
+        start = hvdtrain.Trainer(MODELS[kind][0]("float64", 0), "sgd", CROSS_ENTROPY, backend=world.backend)
+        data = MODELS[kind][1]("float64")
+        assert trainer.evaluate(data).loss < (1.0 if last else 0.8) * start.evaluate(data).loss, options
 
 
 @worlds("mpirun-2")
@@ -373,6 +411,15 @@ def check_asynchronous_updates_are_those_of_a_simulation(world: World) -> None:
             {},
         ),
         ("wide", momentum, {"max_staleness": 2}, RATE, lambda: Keras(momentum), {"shared": False}),
+        ("wide", momentum, {"servers": 1}, RATE, lambda: Keras(momentum), {"servers": 1}),
+        (
+            "table",
+            momentum,
+            {"servers": world.size - 1, "compensation": "dc_asgd", "dc_strength": 0.3},
+            RATE,
+            lambda: Keras(momentum, dc_asgd),
+            {"servers": world.size - 1},
+        ),
     ]
     for number, (kind, optimizer, options, rate, update, more) in enumerate(cases):
         file = world.folder / f"order-{number}.json"
@@ -388,7 +435,15 @@ def check_asynchronous_updates_are_those_of_a_simulation(world: World) -> None:
 @exact_arrays()
 def check_a_recorded_order_is_repeated_bit_by_bit(world: World) -> None:
     file, again = world.folder / "order.json", world.folder / "again.json"
-    for options in ({}, {"pull_ahead": True}, {"max_staleness": 1}, {"update": "gossip"}, {"update": "easgd"}):
+    for options in (
+        {},
+        {"pull_ahead": True},
+        {"max_staleness": 1},
+        {"servers": 1},
+        {"update": "gossip"},
+        {"update": "gossip", "push_sum": True},
+        {"update": "easgd"},
+    ):
         trainer = trained(world, "table", OPTIMIZERS["adam"](), record=str(file), **options)
         world.gather(b"")
         second = trained(world, "table", OPTIMIZERS["adam"](), replay=str(file), record=str(again), **options)
@@ -559,6 +614,68 @@ def check_a_slow_worker_takes_fewer_slices(world: World) -> None:
             assert max(result.staleness) <= (world.size - 1) * 2 * 5, result.staleness
 
 
+@worlds("mpirun-4", extended=True)
+def check_a_stopped_worker_holds_nobody_up(world: World) -> None:
+    """Where other ranks serve: the others take its slices; when it goes on, it trains on present parameters."""
+    x, y = MODELS["dense"][1]("float32")
+    keras.utils.set_random_seed(0)
+    calls = itertools.count()
+
+    class Stops(keras.layers.Layer):
+        def call(self, inputs: Any, training: bool = False) -> Any:
+            if not training or world.rank != 1:
+                return inputs
+
+            def stop(values: np.ndarray) -> np.ndarray:
+                if next(calls) == 3:
+                    go_on = f"sleep 6; kill -CONT {os.getpid()}"
+                    subprocess.Popen(["sh", "-c", go_on], start_new_session=True)
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                return values
+
+            stopped = tf.numpy_function(stop, [tf.stop_gradient(inputs)], inputs.dtype)
+            return inputs + tf.stop_gradient(tf.ensure_shape(stopped, inputs.shape) - inputs)
+
+    model = keras.Sequential(
+        [keras.Input((6,)), Stops(), SlowInTraining(0.02 * (world.rank < 3)), keras.layers.Dense(3)]
+    )
+    trainer = hvdtrain.Trainer(model, "sgd", CROSS_ENTROPY, backend=world.backend, update="async", servers=1)
+    many = np.tile(x, (EPOCHS, 1)), np.tile(y, EPOCHS)  # one epoch, whose end waits for all
+    result = trainer.fit(many, batch=BATCH, verbose=False, log_every=1000)
+    assert world.same_everywhere(flat_bytes(trainer.model.get_weights()))
+    assert sum(result.slices) == result.steps * 3, result.slices
+    assert result.slices[1] <= 5, result.slices  # one may be read, and one computed, before it stops
+    assert result.slices[3] == 0, result.slices
+
+
+@worlds("mpirun-2", extended=True)
+def check_ranks_that_only_serve_have_no_statistics(world: World) -> None:
+    """Nor samples in the metrics: with one worker all is as in one process; with streams they are refused."""
+    x, y = MODELS["dense"][1]("float32")
+
+    def model_of() -> Any:
+        keras.utils.set_random_seed(0)
+        norm = keras.layers.BatchNormalization(momentum=0.5)
+        model = keras.Sequential([keras.Input((6,)), norm, keras.layers.Dense(3)])
+        model.compile(keras.optimizers.SGD(0.1), CROSS_ENTROPY, metrics=["accuracy"])
+        return model
+
+    alone, model = model_of(), model_of()
+    history = alone.fit(x, y, batch_size=BATCH, epochs=EPOCHS, shuffle=False, verbose=0).history
+    trainer = hvdtrain.Trainer(model, backend=world.backend, update="async", servers=1)
+    result = trainer.fit((x, y), **FIT)
+    assert result.slices == [SLICES, 0], result.slices
+    error = relative_error(trainer.model.get_weights(), alone.get_weights())
+    assert error <= 1e-5, f"{error:.2e}"
+    assert abs(result.history["accuracy"][-1] - history["accuracy"][-1]) <= 1e-6, result.history
+    assert abs(result.history["loss"][-1] - history["loss"][-1]) <= 1e-5, result.history
+    stream = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH).repeat()
+    with refused("servers=1 needs samples that workers can read by their numbers", ConfigError):
+        trainer.fit(stream, epochs=1, steps_per_epoch=2, verbose=False)
+    with refused("servers=2 does not go with 2 replicas: a rank must be left to train", ConfigError):
+        hvdtrain.Trainer(model_of(), backend=world.backend, update="async", servers=2)
+
+
 class OwnStep(keras.Model):
     def __init__(self, inner: Any) -> None:
         super().__init__(dtype="float64")
@@ -616,7 +733,7 @@ def check_servers_take_own_steps_microbatches_and_bounds(world: World) -> None:
 
 @worlds("gloo-2")
 def check_servers_need_mpi(world: World) -> None:
-    for rule in ("async", "gossip", "easgd"):
+    for rule in ("async", "gossip", "easgd", "hybrid"):
         with refused(f"update='{rule}' needs MPI: start with mpirun, or horovodrun --mpi", ConfigError):
             hvdtrain.Trainer(MODELS["dense"][0]("float32", 0), "sgd", "mse", backend=world.backend, update=rule)
 

@@ -106,9 +106,9 @@ def check_batchnorm_statistics_are_averaged(world: World) -> None:
     norm, average = model.get_layer("norm"), trainer.state.average_statistics
     before: list[np.ndarray] = []
 
-    def noted(backend: Any) -> None:
+    def noted(backend: Any, trainers: int | None) -> None:
         before.append(np.array(norm.moving_mean))
-        average(backend)
+        average(backend, trainers)
 
     trainer.state.average_statistics = noted
     trainer.train(data, Plan(3))

@@ -51,9 +51,10 @@ SET: dict[str, Any] = {
     "clip_norm": 1.0,
     "final_rate": 0.5,
     "decay_factor": 0.5,
+    "servers": 6,
 }
 """Valid values other than the default, where none follows from the type."""
-HOLDING = {"size": 6, "parallel": "tp=2"}
+HOLDING = {"size": 6, "parallel": "tp=2", "local_steps": 3}
 """Values for which the predicates of rules hold."""
 
 

@@ -1,6 +1,6 @@
 """Which slices a worker trains on, and when: one after the other, with nothing to wait for until a step is measured.
 
-Slice t of a training is that of replica t mod N in step t div N, for N replicas. Where samples can be read by their
+Slice t of a training is that of worker t mod N in step t div N, for N workers. Where samples can be read by their
 numbers, a worker that is free takes the next slice, whichever rank's it would be: one that is slow takes fewer.
 Elsewhere, and with a bound on the staleness, each takes its own.
 """
@@ -32,7 +32,7 @@ class PacedData:
     """The slices that this worker takes: yields each step's number, from 1, with any number of them.
 
     Args:
-        index: of this worker among `workers`.
+        index: of this rank among the `workers`; beyond them, one that only serves, and yields slices that do not count.
         take: returns the number of the next slice that nobody has taken in an era, whose first one is given; None: each
             worker takes its own.
     """
@@ -60,8 +60,14 @@ class PacedData:
         def fetch(number: int | None = None) -> Slice:
             number = take(era, (start_step + 1) * workers) if number is None else number
             step, index = divmod(number, workers)
-            return Slice(step, number, data.slice_at(step, index))
+            return Slice(step, number, data.slice_at(step, index, workers))
 
+        if self._index >= workers:
+            # It computes once, to learn how gradients travel.
+            empty = data.slice_at(start_step, 0, workers)._replace(has_samples=0.0)
+            yield start_step + 1, [Slice(start_step, start_step * workers, empty)]
+            for step in itertools.count(start_step + 1):
+                yield step + 1, []
         with ThreadPoolExecutor(1, "hvdtrain-slices") as reader:
             # Of the first step each takes its own: a server must have compiled the update that others wait for.
             coming = [reader.submit(fetch, start_step * workers + self._index)]

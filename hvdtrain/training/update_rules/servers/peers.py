@@ -6,7 +6,9 @@ by -a (x - y). Whatever else has changed x and y meanwhile stays, and nothing wa
 sides have together stays the same.
 
 - `gossip`, AD-PSGD (Lian et al. 2017, arXiv:1710.06952): y is the copy of a neighbour, a = 1/2. Neighbours in turn are
-  those before and after on a ring, or 1, 2, 4 … further on an exponential graph.
+  those before and after on a ring, or 1, 2, 4 … further on an exponential graph. With `push_sum`, stochastic gradient
+  push (Assran et al. 2019, arXiv:1811.10792, algorithm 1, overlapped): x has a weight w, 1 at first. Half of both goes
+  to the neighbour, which adds them to its own; no copy comes back. Gradients are those of x / w.
 - `easgd`, elastic averaging (Zhang et al. 2014, arXiv:1412.6651, algorithm 1): y is a center, of which each rank owns
   some variables.
 """
@@ -98,7 +100,7 @@ class PeerServer(Server):
             self._messages.receive(worker, PARTS, array)
         return arrays
 
-    def _meet(self, worker: int, came: list[np.ndarray]) -> None:
+    def _meet(self, worker: int, came: Any) -> None:
         """Let another rank's copy meet what is here."""
         self._send(worker, MET, self._let_meet(came))
 
@@ -125,26 +127,61 @@ class PeerServer(Server):
         for path, by in ServerLayout.apart(entries, flats).items():
             unwrap(variables[path]).assign_add(by)
 
-    def _send(self, rank: int, kind: int, arrays: Sequence[np.ndarray]) -> None:
-        self._messages.send(rank, TO_SERVER, np.array([(kind, 0, self.version, 0.0, 0.0)], HEADER))
+    def _send(self, rank: int, kind: int, arrays: Sequence[np.ndarray], *, weight: float = 0.0) -> None:
+        self._messages.send(rank, TO_SERVER, np.array([(kind, 0, self.version, 0.0, weight)], HEADER))
         self._messages.send(rank, PARTS, *arrays)
+
+
+class PushingServer(PeerServer):
+    """Sends half of its copy and of the copy's weight, and takes in what comes."""
+
+    weight = 1.0
+    """Of the copy; over all ranks together, with what is under way, their number."""
+
+    def _send(self, rank: int, kind: int, arrays: Sequence[np.ndarray], *, weight: float = 0.0) -> None:
+        if kind == MEET:
+            self._move(self._parameters, self._met_here, [-0.5 * array for array in arrays])
+            arrays, weight = [0.5 * array for array in arrays], self.weight / 2
+            self.weight = weight
+        super()._send(rank, kind, arrays, weight=weight)
+
+    def _received(self, kind: int, worker: int, header: np.ndarray) -> Any:
+        if kind == MET:
+            return []
+        came = super()._received(kind, worker, header)
+        return (came, float(header["weight"])) if kind == MEET else came
+
+    def _meet(self, worker: int, came: Any) -> None:
+        arrays, weight = came
+        self._move(self._parameters, self._met_here, arrays)
+        self.weight += weight
+        self._send(worker, MET, [])
+
+    def _come_back(self, worker: int, came: list[np.ndarray]) -> None:
+        self._under_way[worker].popleft()
+
+    def _flat_values(self) -> list[np.ndarray]:
+        return [array / array.dtype.type(self.weight) for array in super()._flat_values()]
 
 
 class GossipUpdate(AsyncUpdate):
     """Each rank trains a copy of its own, and averages it with a neighbour's."""
 
     name = "gossip"
+    gradients_alone_change = False
 
     def _owners_of(self, sizes: Mapping[str, int]) -> dict[str, int]:
         return dict.fromkeys(sizes, self._backend.index)
 
     def _make_server(self, messages: Messages, replay: Sequence[Event]) -> Server:
         masters = dict(zip(self._paths, self._masters, strict=True))
-        return PeerServer(
+        kind = PushingServer if self._options.push_sum else PeerServer
+        return kind(
             messages,
             masters,
             self.optimizer,
-            options=self._options,
+            self._options,
+            workers=self._workers,
             replay=replay,
             entries=self._whole(),
             theirs=masters,
@@ -175,6 +212,9 @@ class GossipUpdate(AsyncUpdate):
             pause.sleep()
 
     def _gather_masters(self, masters: Mapping[str, tf.Variable]) -> None:
+        if isinstance(self._server, PushingServer):
+            run_once(lambda: self._backend.run(lambda: self._barrier("nothing_under_way")))
+            self._server.weight = 1.0  # before any rank can go on, as the mean is taken of all
         self._average(masters)
 
     def _share_slots(self) -> None:
@@ -210,7 +250,8 @@ class ElasticUpdate(GossipUpdate):
             messages,
             dict(zip(self._paths, self._masters, strict=True)),
             self.optimizer,
-            options=self._options,
+            self._options,
+            workers=self._workers,
             replay=replay,
             entries=self._whole(),
             theirs={path: v for path, v in self._center.items() if owners[path] == self._backend.index},

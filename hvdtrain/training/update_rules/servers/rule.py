@@ -2,8 +2,9 @@
 
 Downpour SGD (Dean et al. 2012) and, with a bound on how far the fastest worker may be ahead of the slowest, the
 stale-synchronous protocol (Ho et al. 2013). Each rank is a worker and the server of a share of the variables, which its
-thread updates by the user's optimizer. An update moves the parameters by the learning rate times its share of the
-step's samples, so that N workers move them in N updates about as far as one synchronous step does.
+thread updates by the user's optimizer; or, with `options.servers`, the last ranks only serve. An update moves the
+parameters by the learning rate times its share of the step's samples, so that N workers move them in N updates about as
+far as one synchronous step does.
 """
 
 import json
@@ -39,7 +40,7 @@ from hvdtrain.training.update_rules.local_sgd import LocalTotals, unique_rows
 from hvdtrain.training.update_rules.servers.connection import Connection, Pulled
 from hvdtrain.training.update_rules.servers.layout import Entry, ServerLayout, owners_of
 from hvdtrain.training.update_rules.servers.outgoing import Outgoing
-from hvdtrain.training.update_rules.servers.pace import PacedData, PacedStep, Slice
+from hvdtrain.training.update_rules.servers.pace import PacedData, PacedStep, Slice, shares_slices
 from hvdtrain.training.update_rules.servers.record import Event, check_writable, described, recorded
 from hvdtrain.training.update_rules.servers.server import Server
 from hvdtrain.training.update_rules.zero.stage1 import refuse_frozen, refuse_slots
@@ -54,13 +55,19 @@ class AsyncUpdate(UpdateRule):
     """
 
     weights_agree = False
+    divides_batches = False
     waits_when_measured = True
     name = "async"
     """As in `--update`."""
+    gradients_alone_change = True
+    """Whether servers change parameters by gradients only."""
 
     def __init__(self, backend: Backend, model: Any, optimizer: Any, options: StepOptions | None = None) -> None:
         refuse_slots(optimizer, opt("update", self.name))
         self._options = options or StepOptions()
+        self._bound = self._options.max_staleness
+        self._workers = backend.size - self._options.servers
+        self.trainers = self._workers
         self._masters = [_copy_of(variable) for variable in model.trainable_variables]
         super().__init__(backend, model, optimizer, options)
         variables = self._by_path()
@@ -82,7 +89,9 @@ class AsyncUpdate(UpdateRule):
 
     def _owners_of(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """Return the server of each variable, whose size in bytes is given."""
-        return owners_of(sizes, self._backend.size)
+        servers = self._options.servers
+        owners = owners_of(sizes, servers or self._backend.size)
+        return {path: owner + (self._workers if servers else 0) for path, owner in owners.items()}
 
     # -- a step --
 
@@ -114,7 +123,7 @@ class AsyncUpdate(UpdateRule):
                     f"{type(self.model).__name__} is missing, or sparse, with some batches only."
                 )
             return
-        by_rows = sparse if sparse and changes_rows_alone(self.optimizer) else set()
+        by_rows = sparse if sparse and self.gradients_alone_change and changes_rows_alone(self.optimizer) else set()
         variables = self._by_path()
         for server in range(self._backend.size):
             entries = [
@@ -144,7 +153,8 @@ class AsyncUpdate(UpdateRule):
             outgoing.arrays(given) if weight else [] for outgoing, given in zip(self._outbox, gradients, strict=True)
         ]
         connection.push(self._step, float(share), float(weight), arrays)
-        connection.ask(self._step + 1 + ahead)
+        # A server that adds up a step's gradients answers for the step after: it cannot be asked for a later one.
+        connection.ask(self._step + 1 + (ahead and self._bound != 0))
         pulled = late if ahead else connection.pulled()
         if pulled is not None:
             self._take_up(pulled)
@@ -195,10 +205,15 @@ class AsyncUpdate(UpdateRule):
             state.counter.assign(number)
             iterations.assign(number)
 
-        shares = self._options.max_staleness is None
+        take = connection.take_slice if self._bound is None else None
+        if self._options.servers and not shares_slices(data):
+            raise ConfigError(
+                f"{opt('servers', self._options.servers)} needs samples that workers can read by their numbers, of "
+                "arrays or files, with shard_by='samples' and without on_bad_record: of this data every rank would "
+                "have to train on its own share. Leave it out, so that all ranks train."
+            )
         paced = PacedStep(step, begin=begin, end=end, measure=self._measure, total=self._unread.add)
-        take = connection.take_slice if shares else None
-        return paced, PacedData(data, self._backend.index, self._backend.size, take)
+        return paced, PacedData(data, self._backend.index, self._workers, take)
 
     def finalize(self) -> None:
         """Stop serving, and tell how stale gradients were. Collective."""
@@ -225,7 +240,15 @@ class AsyncUpdate(UpdateRule):
 
     def _make_server(self, messages: Messages, replay: Sequence[Event]) -> Server:
         masters = dict(zip(self._paths, self._masters, strict=True))
-        return Server(messages, masters, self.optimizer, options=self._options, replay=replay)
+        return Server(
+            messages,
+            masters,
+            self.optimizer,
+            self._options,
+            workers=self._workers,
+            bound=self._bound,
+            replay=replay,
+        )
 
     def _prepare(self, connection: Connection, server: Server) -> None:
         """Let the connection and this rank's server know the layouts."""
@@ -377,8 +400,12 @@ def changes_rows_alone(optimizer: Any) -> bool:
 
     Momentum and weight decay move every row in every update.
     """
-    inner = innermost(optimizer)
-    trial = type(inner).from_config(inner.get_config())
+    with tf.init_scope():
+        return _changes_rows_alone(innermost(optimizer))
+
+
+def _changes_rows_alone(optimizer: Any) -> bool:
+    trial = type(optimizer).from_config(optimizer.get_config())
     table = keras.Variable(np.ones((4, 2), np.float32), trainable=True)
     trial.build([table])
     for row in (0, 1):

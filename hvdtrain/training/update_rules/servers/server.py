@@ -61,8 +61,10 @@ class Server:
     With a bound on the staleness of 0 it adds up the gradients of a step and updates once, as an all-reduce does.
 
     Args:
-        messages: to and from the workers, of which each rank is one.
+        messages: to and from the workers.
         parameters: by path, the values that it updates; the optimizer is built for them, among others.
+        workers: the ranks that train, the first ones.
+        bound: steps that the fastest of them may be ahead of the slowest.
         replay: its actions in the run to repeat.
     """
 
@@ -72,20 +74,23 @@ class Server:
         parameters: Mapping[str, Any],
         optimizer: Any,
         options: StepOptions,
+        *,
+        workers: int,
+        bound: int | None = None,
         replay: Sequence[Event] = (),
     ) -> None:
         self._messages = messages
         self._parameters = parameters
         self._optimizer = optimizer
         self._options = options
-        self._bound = options.max_staleness
-        self._workers = messages.size
+        self._bound = bound
+        self._workers = workers
         self._updates_per_step = 1 if self._bound == 0 else self._workers
         self.version = 0
         """Number of updates since the beginning of this training."""
         self.staleness: Counter[int] = Counter()
         """Updates by the number of others since their parameters were pulled."""
-        self.slices = [0] * self._workers
+        self.slices = [0] * messages.size
         """Slices of batches that each worker has trained on."""
         self.events: list[Event] = []
         """Its actions in order, if they are recorded."""
@@ -203,8 +208,10 @@ class Server:
         return self._bound is None or min(self._steps) >= step - self._bound
 
     def _take(self, worker: int, push: Push) -> None:
-        self._steps[worker] = push.step + 1
         self.slices[worker] += push.weight > 0
+        if worker >= self._workers:
+            return  # a rank that only serves has told how gradients travel, and has none
+        self._steps[worker] = push.step + 1
         if self._bound != 0:
             self._update(push)
             return
@@ -253,7 +260,7 @@ class Server:
 
     def _answer(self, worker: int, header: np.ndarray) -> None:
         """Send the values that a worker lacks."""
-        dense = [each.numpy() for each in self._read()]
+        dense = self._flat_values()
         reply = np.zeros(1, HEADER)
         reply["version"] = self.version
         rows = []
@@ -261,12 +268,16 @@ class Server:
             indices = np.flatnonzero(self._changed[entry.path] > int(header["version"]))
             values = tf.gather(unwrap(self._parameters[entry.path]), indices).numpy()
             rows += [np.array([len(indices)]), indices, values]
-        if self._compensation is not None:
+        if self._compensation is not None and worker < self._workers:
             kept = self._sent[worker]
             kept.append((self.version, self._values()))
             if len(kept) > 3:
                 kept.popleft()
         self._messages.send(worker, TO_WORKER, reply, *dense, *rows)
+
+    def _flat_values(self) -> list[np.ndarray]:
+        """Return the values that a worker pulls whole."""
+        return [each.numpy() for each in self._read()]
 
     def _sent_at(self, worker: int, version: int) -> list[np.ndarray]:
         """Return the values of `version`, as a worker got them; the present ones if they were never sent."""
