@@ -151,7 +151,10 @@ class Checkpointer:
         return Path(on_every_rank(self.ranks, look)[0])
 
     def find_to_go_on(self) -> Path | None:
-        """Return the newest undamaged checkpoint, or None; damaged ones are set aside. Collective."""
+        """Return the newest undamaged checkpoint, or None; damaged ones are set aside. Collective.
+
+        Raises CheckpointError: there are only damaged ones.
+        """
 
         def look() -> str | None:
             found = newest_good(self._folder, set_aside=True) if self.ranks.primary else None

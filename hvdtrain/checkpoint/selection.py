@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shlex
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,16 +63,29 @@ def newest_good(folder: Path, *, set_aside: bool = False) -> Path | None:
     Args:
         folder: the folder of checkpoints.
         set_aside: rename the damaged ones, out of the way of new ones.
+
+    Raises:
+        CheckpointError: with `set_aside`, if all are damaged. They stay, so that the next attempt fails as well.
     """
+    damaged: dict[Path, CheckpointError] = {}
+    good = None
     for path in reversed(numbered(folder)):
         try:
             SliceReader(path).verify()
         except CheckpointError as error:
-            done = _set_aside(path) if set_aside else "passed over"
-            LOGGER.warning(f"{error} It is {done}.")
+            damaged[path] = error
         else:
-            return path
-    return None
+            good = path
+            break
+    for path, error in damaged.items():
+        LOGGER.warning(f"{error} It is {_set_aside(path) if set_aside and good else 'passed over'}.")
+    if set_aside and damaged and good is None:
+        raise CheckpointError(
+            f"No checkpoint in {folder} is good: damaged are {', '.join(path.name for path in damaged)}. Put back a "
+            "sound copy, if there is one; or, to start anew, name another folder, or remove this one: "
+            f"rm -r {shlex.quote(str(folder))}"
+        )
+    return good
 
 
 def _set_aside(path: Path) -> str:

@@ -50,7 +50,7 @@ def launch_command(environment: Environment) -> str:
 
 
 Resume = Literal["no", "yes", "auto"]
-"""Whether a run goes on from its newest good checkpoint; `auto` starts it anew where there is none."""
+"""Whether a run goes on from its newest good checkpoint; `auto` starts it anew where there is none, good or damaged."""
 
 
 def is_finished(folder: RunFolder, config: Config, backend: Backend) -> bool:

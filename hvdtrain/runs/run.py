@@ -120,8 +120,8 @@ def _train(
         warning = _resume(trainer, newest=newest, identity=identity, config=config, path=path)
     elif resume == "yes" and not restored:
         raise CheckpointError(
-            f"--resume takes a run with a good checkpoint. Received: {path}, which has none. Start a new run, or start "
-            f"it anew by its first command and --resume auto."
+            f"--resume takes a run with a checkpoint. Received: {path}, which has none. Start a new run, or start "
+            f"this one again by its first command and --resume auto."
         )
     elif first and resume == "no" and (commits is None or not commits.goes_on):
         create(path)

@@ -163,10 +163,10 @@ class ResumableTrainer(TrainerCore):
         Damaged checkpoints are reported, renamed to `step-N.damaged`, and the newest good one is used.
 
         Returns:
-            The checkpoint; None if there is no good one, and `fit` starts from the beginning.
+            The checkpoint; None if there is none, and `fit` starts from the beginning.
 
         Raises:
-            CheckpointError: it was saved from another model or optimizer.
+            CheckpointError: it was saved from another model or optimizer, or all checkpoints are damaged.
         """
         agree_on_call(self.backend, "resume", {"folder": os.fspath(folder)})
         return self._resume(Path(folder))
@@ -299,7 +299,7 @@ def with_checkpoints(plan: Plan, checkpoint: Checkpoint | None) -> Plan:
 
 
 def _to_go_on_from(folder: Path) -> Path | None:
-    """Return the newest good checkpoint in or at `folder`, or None."""
+    """Return the newest good checkpoint in or at `folder`, or None if there is none, good or damaged."""
     if (folder / index.NAME).is_file():
         return located(folder, "newest")
     return newest_good(checkpoints_at(folder), set_aside=True)

@@ -7,9 +7,9 @@ from hvdtrain.checkpoint.naming import complete
 
 
 def damage_newest(folder: Path, variant: int) -> str:
-    """Damage the newest checkpoint in `folder`, and return its name; empty where there is none."""
+    """Damage the newest of several checkpoints in `folder`, and return its name; empty where there are not several."""
     found = complete(folder) if folder.is_dir() else []
-    if not found:
+    if len(found) < 2:
         return ""
     newest, ways = found[-1], [_truncate, _flip, _remove_data, _remove_index, _exchange]
     ways[variant % len(ways)](newest, found)
@@ -40,8 +40,5 @@ def _remove_index(newest: Path, found: list[Path]) -> None:
 
 
 def _exchange(newest: Path, found: list[Path]) -> None:
-    """Put the data of the checkpoint before in the place of the newest one's, or cut it where there is none."""
-    if len(found) < 2:
-        _truncate(newest, found)
-    else:
-        shutil.copyfile(_data(found[-2]), _data(newest))
+    """Put the data of the checkpoint before in the place of the newest one's."""
+    shutil.copyfile(_data(found[-2]), _data(newest))

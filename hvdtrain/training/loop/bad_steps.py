@@ -149,7 +149,7 @@ def rollback_to(saver: BackgroundSaver, backend: Backend, state: TrainState, rul
     def roll_back() -> Scalars:
         path = saver.files.find_to_go_on()
         if path is None:
-            raise CheckpointError("There is no good checkpoint to roll back to: all are damaged, or were removed.")
+            raise CheckpointError("There is no checkpoint to roll back to: all were removed.")
         saved = scalars_from(restore(path, state.named_tensors(), backend))
         rule.on_state_loaded()
         return saved

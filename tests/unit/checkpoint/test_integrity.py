@@ -90,13 +90,23 @@ def test_the_newest_good_one_is_used_and_damaged_ones_are_named_and_set_aside(fo
     assert (folder / "step-00000006.damaged2").is_dir()
 
 
-def test_where_all_are_damaged_there_is_nothing_to_go_on_from(folder, capsys):
+def test_where_all_are_damaged_nothing_starts_anew(folder, capsys):
     for step in STEPS:
         flip(at(folder, step) / DATA, -1)
     with pytest.raises(CheckpointError, match="There is no complete checkpoint in"):
         find_checkpoint(folder)
+    capsys.readouterr()
+    for _ in range(2):  # the next attempt, as of a scheduler, starts nothing anew either
+        with pytest.raises(CheckpointError, match=r"damaged are step-00000006, step-00000004, step-00000002\..* rm -r"):
+            Checkpointer(folder).find_to_go_on()
+        assert capsys.readouterr().err.count("passed over") == len(STEPS)
+    assert sorted(path.name for path in folder.iterdir()) == [at(folder, step).name for step in STEPS]
+
+
+def test_a_folder_with_a_first_draft_alone_has_nothing_to_go_on_from(folder):
+    for step in STEPS:  # hidden, as the draft of a save that was interrupted
+        at(folder, step).rename(folder / f".{at(folder, step).name}.draft")
     assert Checkpointer(folder).find_to_go_on() is None
-    assert capsys.readouterr().err.count("set aside") == len(STEPS)
 
 
 @pytest.mark.parametrize("which", ["best", "4"])

@@ -1,6 +1,7 @@
 """A run goes on with the samples that it began with, and with no others."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import keras
@@ -107,12 +108,15 @@ def test_a_run_that_a_queue_starts_once_more_is_left_alone_when_it_is_finished(s
     assert train(session, config, begun.path, resume="auto")["steps"] == 3
     assert begun.model.is_file()
     assert index_of(begun).read_bytes() == before
-    # Nothing good is left: it begins anew.
+    # Nothing good is left: it does not begin anew until the damaged ones are removed.
     for path in begun.checkpoints.glob("step-*"):
         (path / "index.json").unlink()
     assert train(session, config, begun.path, resume="auto") == {}, "its results are there"
     begun.summary.unlink()
+    with pytest.raises(CheckpointError, match=f"rm -r {begun.checkpoints}$"):
+        train(session, config, begun.path, resume="auto")
+    shutil.rmtree(begun.checkpoints)
     assert train(session, config, begun.path, resume="auto")["resumed_from"] == 0
-    (begun.checkpoints / "step-00000003" / "index.json").unlink()
-    with pytest.raises(CheckpointError, match="--resume takes a run with a good checkpoint"):
+    shutil.rmtree(begun.checkpoints)
+    with pytest.raises(CheckpointError, match="--resume takes a run with a checkpoint"):
         train(session, config, begun.path, resume="yes")

@@ -250,9 +250,10 @@ def test_what_is_saved_is_restored_and_evaluated(tmp_path, capsys):
     with pytest.raises(CheckpointError, match="is damaged"):
         trainer_of(built=False).restore(damaged)
     capsys.readouterr()
-    assert trainer_of(built=False).resume(tmp_path) is None
+    with pytest.raises(CheckpointError, match=f"No checkpoint in {tmp_path} is good: damaged are {damaged.name}\\."):
+        trainer_of(built=False).resume(tmp_path)
     assert f"{damaged} is damaged: " in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == [f"{damaged.name}.damaged"]
+    assert [path.name for path in tmp_path.iterdir()] == [damaged.name]
 
 
 def test_the_best_epoch_is_restored_by_its_name(tmp_path):

@@ -1,6 +1,7 @@
 """Steps whose loss or gradient is NaN or infinite, or whose loss is a spike: raised, skipped or rolled back."""
 
 import functools
+import shutil
 from pathlib import Path
 
 import keras
@@ -312,14 +313,22 @@ def test_too_many_rollbacks_end_the_training(tmp_path):
         trainer_of(on_bad_step="rollback", max_bad_steps=2).fit((x, Y), checkpoint=tmp_path, **fit)
 
 
-def test_a_rollback_without_a_good_checkpoint_is_an_error(tmp_path):
-    class Removing(keras.callbacks.Callback):
+@pytest.mark.parametrize(
+    ("lose", "said"),
+    [
+        (lambda path: (path / "index.json").unlink(), "No checkpoint in .* is good: damaged are step-0"),
+        (shutil.rmtree, "There is no checkpoint to roll back to: all were removed"),
+    ],
+    ids=["damaged", "removed"],
+)
+def test_a_rollback_without_a_good_checkpoint_is_an_error(tmp_path, lose, said):
+    class Losing(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
             for path in complete(tmp_path):
-                (path / "index.json").unlink()
+                lose(path)
 
-    fit = {**FIT, "epochs": 1, "callbacks": [Removing()]}
-    with pytest.raises(CheckpointError, match="There is no good checkpoint to roll back to"):
+    fit = {**FIT, "epochs": 1, "callbacks": [Losing()]}
+    with pytest.raises(CheckpointError, match=said):
         trainer_of(on_bad_step="rollback").fit((with_bad(37), Y), checkpoint=tmp_path, **fit)
 
 
