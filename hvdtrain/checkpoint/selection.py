@@ -77,8 +77,8 @@ def newest_good(folder: Path, *, set_aside: bool = False) -> Path | None:
         else:
             good = path
             break
-    for path, error in damaged.items():
-        LOGGER.warning(f"{error} It is {_set_aside(path) if set_aside and good else 'passed over'}.")
+    for path, reason in damaged.items():
+        LOGGER.warning(f"{reason} It is {_set_aside(path) if set_aside and good else 'passed over'}.")
     if set_aside and damaged and good is None:
         raise CheckpointError(
             f"No checkpoint in {folder} is good: damaged are {', '.join(path.name for path in damaged)}. Put back a "

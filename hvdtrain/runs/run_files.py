@@ -95,9 +95,10 @@ def info_of(config: Config, data: TrainingData, plan: Plan, trainer: Trainer, fo
     """Return the facts about the run for its observers."""
     own = {"model": config.model.model, "data": config.data.data}
     words = [f"{name} {value}" for name, value in own.items() if is_user_code(value)]
+    words = words if len(words) == len(own) else [config.recipe, *words]
     return replace(
         run_info(trainer.backend, state=trainer.state, options=trainer.options, data=data, plan=plan),
-        recipe=", ".join([config.recipe, *words]),
+        recipe=", ".join(words),
         begin_epoch=0,
         begin_step=0,
         learning_rate=describe_rate(config.optim, data.batch, config.training.epochs * data.steps_per_epoch),

@@ -19,6 +19,7 @@ from hvdtrain.observability.wording import plural
 from hvdtrain.optim.averaging import innermost
 from hvdtrain.parallel.pipeline.schedule import ideal_bubble
 from hvdtrain.parallel.pipeline.stage import PipelineStage
+from hvdtrain.runtime.session import current
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.assembly import job_facts
 from hvdtrain.training.options import StepOptions
@@ -115,6 +116,8 @@ class Announcer:
         lines = advice(info, self._options, compression_cost=self._compression_cost, narrow_outputs=narrow_outputs)
         lines += notes_on(self._options, facts=job_facts(self._backend))
         lines += repeated_rows(state.model, state.optimizer)
+        session = current()
+        lines += crowded(session.environment.local_size, len(session.plan.cores))
         if isinstance(state.model, PipelineStage):
             lines += pipeline_notes(state.model, self._options)
         for line in [*self._notes, *notes, *self._backend.remarks, *lines]:
@@ -131,6 +134,16 @@ def advice(info: RunInfo, options: StepOptions, *, compression_cost: float, narr
             "rounded before the loss, which is computed in 32."
         )
     return [line for line in lines if line is not None]
+
+
+def crowded(ranks: int, cores: int) -> list[str]:
+    """Return the line on a machine that runs more ranks than this rank may use cores."""
+    if ranks <= cores or tf.config.list_logical_devices("GPU"):
+        return []
+    return [
+        f"note: {plural(ranks, 'rank')} take turns on {plural(cores, 'core')} of this machine: use at most as many "
+        "ranks as cores, but to try things out."
+    ]
 
 
 def repeated_rows(model: Any, optimizer: Any) -> list[str]:

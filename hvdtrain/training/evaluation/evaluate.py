@@ -164,6 +164,10 @@ class Scores(_Named, list[Any]):
     def __getitem__(self, place: Any) -> Any:
         return self.as_dict()[place] if isinstance(place, str) else super().__getitem__(place)
 
+    def __repr__(self) -> str:
+        named = self.as_dict()
+        return f"{super().__repr__()} ({', '.join(named)})" if len(named) == len(self) else super().__repr__()
+
 
 def is_stopped(model: Any, attribute: str, ranks: int) -> bool:
     """Return whether a callback has ended the pass over the data. Raises ConfigError where several ranks share it."""

@@ -1,7 +1,7 @@
 """Step times, throughput and data waits of the loop."""
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from typing import TypeVar
 
@@ -39,8 +39,9 @@ class StepClock:
         self._steady_waits = 0.0
         self.steady_steps = 0
         """Steps after the warm-up."""
-        self._recent_steps = 0
-        self._recent_seconds = 0.0
+        self._recent: Counter[bool] = Counter()
+        self._recent_seconds: dict[bool, float] = {True: 0.0, False: 0.0}
+        """Steps since the last report and their seconds: of those that compiled, and of the others."""
         self._under_way = 0
         self._begin = time.perf_counter()
         self.last_wait = 0.0
@@ -58,21 +59,21 @@ class StepClock:
         self.last_wait = max(0.0, waited)
         return batch
 
-    def tick(self, *, waited: bool = True) -> None:
-        """Record the end of a step, or its unawaited start."""
+    def tick(self, *, waited: bool = True, compiled: bool = False) -> None:
+        """Record the end of a step, or its unawaited start; `compiled`: its time says nothing of the others'."""
         now = time.perf_counter()
         self._under_way += 1
         if self._overlapping and not waited:
             return
         each = (now - self._begin) / self._under_way
         for _ in range(self._under_way):
-            self.note(each, self.last_wait)
+            self.note(each, self.last_wait, compiled=compiled)
         self._under_way, self._begin = 0, now
 
-    def note(self, seconds: float, waited: float = 0.0) -> None:
+    def note(self, seconds: float, waited: float = 0.0, *, compiled: bool = False) -> None:
         """Count a step of `seconds`, `waited` of them for data."""
-        self._recent_steps += 1
-        self._recent_seconds += seconds
+        self._recent[compiled] += 1
+        self._recent_seconds[compiled] += seconds
         if len(self._warm_up) < WARM_UP_STEPS:
             self._warm_up.append(seconds)
             return
@@ -82,9 +83,11 @@ class StepClock:
         self._steady_waits += waited
 
     def samples_per_second(self) -> float:
-        """Return the throughput over the steps since the last call."""
-        steps, seconds = self._recent_steps, self._recent_seconds
-        self._recent_steps, self._recent_seconds = 0, 0.0
+        """Return the throughput over the steps since the last call, without those that compiled if there are others."""
+        compiled = not self._recent[False]
+        steps, seconds = self._recent[compiled], self._recent_seconds[compiled]
+        self._recent.clear()
+        self._recent_seconds = {True: 0.0, False: 0.0}
         return self._samples * steps / seconds if steps else 0.0
 
     def waiting_share(self) -> float:

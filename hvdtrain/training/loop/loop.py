@@ -213,6 +213,7 @@ class TrainingLoop:
         """Train from the state's step to the last, or a hook's stop."""
         scalars = self._state.scalars
         batches, activity = self._batches(), self._activity
+        known: set[Any] = set()  # kinds of steps that have been compiled
         while scalars.step < self._total:
             step = self._next()
             activity.step, activity.phase = step.number, "callbacks"
@@ -222,10 +223,13 @@ class TrainingLoop:
             batch = self.clock.next_of(batches)
             activity.note_read(self.clock.last_wait)
             activity.phase = "compiling" if step.first else "step"
+            measure = step.measured or self._always_measures
+            kind = _kind_of_step(batch, measure)
             begin = time.perf_counter()
-            step.result = self._step(batch, measure=step.measured or self._always_measures)
+            step.result = self._step(batch, measure=measure)
             activity.times.note(begin, time.perf_counter())
-            self.clock.tick(waited=step.measured)
+            self.clock.tick(waited=step.measured, compiled=kind not in known)
+            known.add(kind)
             activity.phase = "callbacks"
             scalars.advance(self._data.steps_per_epoch)
             outcome = self._call_hooks(step)
@@ -291,3 +295,9 @@ class TrainingLoop:
                 "keeps snapshots, loop.add_hook(keep, When(every=N), roll_back=restore)."
             )
         return scalars
+
+
+def _kind_of_step(batch: Any, measure: bool) -> tuple[bool, Any]:
+    """Return what a step is compiled for: whether it is measured, and how many samples it has, where that is known."""
+    samples = getattr(batch, "global_samples", None)
+    return measure, samples if isinstance(samples, int) else None

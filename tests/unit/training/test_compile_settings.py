@@ -102,6 +102,7 @@ def test_what_is_given_goes_before_what_was_compiled():
     assert set(outcome.metrics) == {"mse"}, "metrics and weighted metrics go together"
     assert outcome.loss == pytest.approx(outcome.metrics["mse"], rel=1e-6), "a loss keeps no weight of another"
     assert Trainer(compiled(metrics=["accuracy"]), metrics=[]).evaluate((X, Y)).metrics == {}
+    assert str(outcome) == f"{list(outcome)} ({', '.join(outcome.as_dict())})"
 
 
 def test_a_model_that_was_loaded_goes_on_with_its_optimizers_state(tmp_path):

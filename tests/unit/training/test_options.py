@@ -23,7 +23,7 @@ from hvdtrain.optim.precision import (
     precision,
     with_loss_scaling,
 )
-from hvdtrain.training.advice import advice
+from hvdtrain.training.advice import advice, crowded
 from hvdtrain.training.loop.loss_monitor import LossMonitor
 from hvdtrain.training.options import StepOptions, TrainerOptions, step_options
 from hvdtrain.training.step.batches import per_microbatch
@@ -706,6 +706,12 @@ def test_what_is_slow_or_does_nothing_is_said():
     assert "outputs have 16 bits" in said_of({}, outputs=True)
     assert "Use --precision mixed_bfloat16." in said_of({"precision": "mixed_float16"})
     assert said_of({"precision": "mixed_bfloat16"}) == ""
+
+
+def test_more_ranks_than_cores_are_said():
+    assert crowded(2, 2) == []
+    (line,) = crowded(8, 2)
+    assert line.startswith("note: 8 ranks take turns on 2 cores of this machine: use at most as many ranks as cores")
 
 
 def test_16_bits_are_advised_where_there_is_a_gpu(monkeypatch):

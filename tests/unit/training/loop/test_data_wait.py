@@ -48,6 +48,38 @@ def test_the_share_of_the_steady_steps(now):
     assert run(now, WARM_UP_STEPS, wait=1.0, work=1.0).waiting_share() == 0.0
 
 
+def test_throughput_is_that_of_steps_that_compiled_nothing(now):
+    watch = StepClock(8)
+    watch.resume()
+    for seconds, compiled in [(9.0, True), (2.0, False), (2.0, False), (5.0, True)]:
+        now[0] += seconds
+        watch.tick(compiled=compiled)
+    assert watch.samples_per_second() == pytest.approx(4.0)
+    now[0] += 16.0
+    watch.tick(compiled=True)
+    assert watch.samples_per_second() == pytest.approx(0.5)  # nothing else is known
+    assert watch.samples_per_second() == 0.0
+
+
+def test_throughput_leaves_out_the_steps_that_an_epoch_compiles_for_its_last_batch(session):
+    taken = []
+
+    class Noted(Observer):
+        def on_step(self, record):
+            taken.append((record.step, record.samples_per_second))
+
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    trainer = hvdtrain.Trainer(model, "sgd", "mse")
+    x = np.zeros((8 * 40 + 2, 2), "float32")
+    data = training_data((x, x[:, :1]), trainer.backend, batch=8, seed=0, shuffle=False, steps_per_epoch=None)
+    trainer.build(data)
+    # Few steps would all be measured; the 41st is the first with two samples, the 82nd the second.
+    trainer.train(data, Plan(300, log_every=1000), observers=Noted())
+    rates = dict(taken)
+    assert rates[41] > rates[1] * 3, "the last batch's step has been compiled in the time of 40 others"
+    assert rates[82] < rates[41] * 20
+
+
 def test_steps_that_overlap_share_the_time_up_to_the_one_that_was_waited_for(now):
     watch = StepClock(8, overlapping=True)
     watch.resume()
