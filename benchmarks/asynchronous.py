@@ -1,13 +1,14 @@
 """Update rules on ranks of one speed, and with one slow rank: samples a second, and the loss they come to.
 
     python benchmarks/asynchronous.py --ranks 4
-    python benchmarks/asynchronous.py --plot asynchronous.png
+    OMPI_MCA_btl=tcp,self python benchmarks/asynchronous.py --plot asynchronous.png
 
 One launch for each setting, `alike` or `slow`; in it the rules take turns. A rank's computation is emulated: a layer
 waits for some milliseconds in each training step, five times as long on the last rank of `slow`, so that the ranks do
 not compete for this machine's cores. The samples, the digits, are the same for all rules, and so is their number.
-Reported are samples per second over all epochs and the validation loss after each. tf.distribute's servers are no part
-of it: its chief and its servers are further processes, which compute nothing.
+Reported are samples per second over all epochs, the validation loss after each, and the bytes that this machine has
+sent to itself: all messages where Open MPI is told to use TCP, as above. tf.distribute's servers are no part of it: its
+chief and its servers are further processes, which compute nothing.
 """
 
 import sys
@@ -20,6 +21,7 @@ import numpy as np
 from hvdtrain.bench.plots import Curves, curves
 from hvdtrain.bench.results import Spread
 from hvdtrain.bench.script import Script, started
+from hvdtrain.bench.timing import sent_to_itself
 
 WAIT_S, SLOWER = 0.02, 5
 RULES: dict[str, dict[str, Any]] = {
@@ -27,8 +29,11 @@ RULES: dict[str, dict[str, Any]] = {
     "async": {"update": "async"},
     "async, at most 2 ahead": {"update": "async", "max_staleness": 2},
     "async, dc_asgd": {"update": "async", "compensation": "dc_asgd"},
+    "async, 1 of 4 serves": {"update": "async", "servers": 1},
     "local, 8 steps": {"local_steps": 8},
+    "local, streamed": {"local_steps": 8, "average_fragments": 4, "average_delay": 2, "average_bits": 8},
     "gossip": {"update": "gossip"},
+    "gossip, pushing": {"update": "gossip", "push_sum": True, "gossip_graph": "exponential"},
     "easgd": {"update": "easgd", "local_steps": 2},
     "diloco, 8 steps": {"local_steps": 8, "outer_optimizer": "diloco"},
 }
@@ -68,7 +73,7 @@ def trained(rule: str, slow: bool, epochs: int, seed: int) -> dict[str, Any]:
         model, keras.optimizers.SGD(0.2, momentum=0.5), loss, ["accuracy"], seed=seed, **RULES[rule]
     )
     trainer.fit((images[:BATCH], labels[:BATCH]), batch=BATCH, epochs=1, verbose=0)  # compiles
-    begin = time.perf_counter()
+    begin, sent = time.perf_counter(), sent_to_itself()
     result = trainer.fit(
         (images[:SAMPLES], labels[:SAMPLES]),
         batch=BATCH,
@@ -80,6 +85,7 @@ def trained(rule: str, slow: bool, epochs: int, seed: int) -> dict[str, Any]:
     taken = time.perf_counter() - begin
     return {
         "seconds": taken,
+        "sent_mb": (sent_to_itself() - sent) / 1e6,
         "losses": [float(each.loss) for each in result.evaluations],
         "accuracy": float(result.evaluations[-1].metrics["accuracy"]),
     }
@@ -95,22 +101,26 @@ def measure(slow: bool, rules: list[str], epochs: int, rounds: int) -> dict[str,
     return {
         "samples_per_s": {rule: [epochs * SAMPLES / one["seconds"] for one in runs] for rule, runs in found.items()},
         "accuracy": {rule: [one["accuracy"] for one in runs] for rule, runs in found.items()},
+        "sent_mb": {rule: [one["sent_mb"] for one in runs] for rule, runs in found.items()},
         "losses": {rule: np.median([one["losses"] for one in runs], 0).tolist() for rule, runs in found.items()},
     }
 
 
 def drawn(settings: dict[str, dict[str, Any]]) -> bytes:
-    """Return the validation loss over samples and over seconds."""
+    """Return the validation loss over samples, seconds and bytes."""
     rows = []
     for setting, figures in settings.items():
-        over_samples, over_time = {}, {}
+        over_samples, over_time, over_bytes = {}, {}, {}
         for rule, losses in figures["losses"].items():
             points = [(SAMPLES * (epoch + 1), Spread(loss, loss, loss)) for epoch, loss in enumerate(losses)]
             rate = float(np.median(figures["samples_per_s"][rule]))
             over_samples[rule] = points
+            sent = float(np.median(figures["sent_mb"][rule])) / points[-1][0]
             over_time[rule] = [(samples / rate, loss) for samples, loss in points]
-        titles = (("samples", over_samples), ("seconds", over_time))
-        rows.append([Curves(f"ranks {setting}: loss", xlabel, found, logarithmic=True) for xlabel, found in titles])
+            over_bytes[rule] = [(samples * sent, loss) for samples, loss in points]
+        titles = (("samples", over_samples), ("seconds", over_time), ("MB sent", over_bytes))
+        title = "one slow rank: loss" if setting == "slow" else "ranks alike: loss"
+        rows.append([Curves(title, xlabel, found, scale="linear") for xlabel, found in titles])
     return curves(rows, one_legend=True)
 
 
@@ -126,7 +136,7 @@ def main() -> int:
     for setting in options.settings:
         given = {"slow": setting == "slow", "rules": options.rules, "epochs": options.epochs, "rounds": options.rounds}
         for run in script.measure([script.job(setting, measure, controller="mpirun", ranks=options.ranks, **given)]):
-            figures = {name: run.figure(name)[0] for name in ("samples_per_s", "accuracy", "losses")}
+            figures = {name: run.figure(name)[0] for name in ("samples_per_s", "accuracy", "losses", "sent_mb")}
             settings[setting] = figures
             base = figures["samples_per_s"][options.rules[0]]
             for rule, rates in figures["samples_per_s"].items():
@@ -134,7 +144,8 @@ def main() -> int:
                 print(
                     f"{setting:6} {rule:24} {np.median(rates):8.0f} samples/s   {np.median(ratios):5.2f} of "
                     f"{options.rules[0]} ({ratios.min():.2f} .. {ratios.max():.2f})   accuracy "
-                    f"{np.median(figures['accuracy'][rule]):.4f}   loss {figures['losses'][rule][-1]:.4f}",
+                    f"{np.median(figures['accuracy'][rule]):.4f}   loss {figures['losses'][rule][-1]:.4f}   "
+                    f"{np.median(figures['sent_mb'][rule]):.1f} MB",
                     flush=True,
                 )
     if options.plot is not None and settings:

@@ -167,4 +167,4 @@ def _panels(found: Series, collective: str, ranks: int) -> Iterator[plots.Curves
             bandwidths = (factor * algorithm_bandwidth(size, time) for time in (times.high, times.median, times.low))
             rates.setdefault(engine, []).append((size, Spread(*bandwidths)))
     for what, curves in (("ms a call", ms), ("bus bandwidth, GB/s", rates)):
-        yield plots.Curves(f"{collective}, {what}", "bytes", curves, logarithmic=True, reference="memory")
+        yield plots.Curves(f"{collective}, {what}", "bytes", curves, scale="logarithmic", reference="memory")

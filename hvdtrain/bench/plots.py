@@ -3,7 +3,7 @@
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from hvdtrain.bench.results import Spread
 from hvdtrain.observability.plots import GRID, INK
@@ -31,7 +31,8 @@ class Curves:
     xlabel: str
     curves: Mapping[str, Sequence[tuple[float, Spread]]]
     """Points (x, y) by label."""
-    logarithmic: bool = False
+    scale: Literal["share", "linear", "logarithmic"] = "share"
+    """`share`: from 0, with a line at 1."""
     reference: str | None = None
     """The curve that is drawn dashed."""
 
@@ -93,15 +94,17 @@ def curves(rows: Sequence[Sequence[Curves]], *, one_legend: bool = False) -> byt
             values = [value for _, value in sorted(points, key=lambda point: point[0])]
             colour = COLOURS[labels.index(label) % len(COLOURS)]
             look: dict[str, Any] = {"marker": "o", "markersize": 4, "color": colour}
+            if labels.index(label) >= len(COLOURS):
+                look["linestyle"] = ":"
             if label == panel.reference:
                 look = {"linestyle": "--", "color": INK}
             medians, places = [value.median for value in values], sorted(place for place, _ in points)
             axes.errorbar(places, medians, yerr=_around(values), label=label, **look)
-        _style(axes, panel.title, grid="both" if panel.logarithmic else "y", xlabel=panel.xlabel)
-        if panel.logarithmic:
+        _style(axes, panel.title, grid="y" if panel.scale == "share" else "both", xlabel=panel.xlabel)
+        if panel.scale == "logarithmic":
             axes.set_xscale("log")
             axes.set_yscale("log")
-        else:
+        elif panel.scale == "share":
             axes.axhline(1.0, color="#bbbbbb", linewidth=0.8)
             axes.set_ylim(bottom=0)
             axes.set_xticks(sorted({place for points in panel.curves.values() for place, _ in points}))
