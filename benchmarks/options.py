@@ -11,7 +11,8 @@ that they see the same machine:
     accumulate=K  K of these microbatches and one exchange
     precision, compression: one microbatch, as in `plain`, with that option
     metrics       one microbatch, with the accuracy counted in each step, as `fit` does
-    zero=S, local_steps=N: with --rules, one microbatch and that update rule, against the all-reduce (`accumulate=1`)
+    zero=S, local_steps=N: with --rules, one microbatch and that update rule, against the all-reduce (`accumulate=1`);
+                  of `tables`, update=hybrid and the ways to reduce rows
 
 All are given hvdtrain's settings of the exchange. A window's time is that of the slowest rank; reported are medians
 over the rounds, per microbatch, their ratios to `plain` or to the all-reduce in the same round, and the bytes that a
@@ -37,6 +38,7 @@ MODELS = {
     "mlp": ("mlp", {"depth": 4, "width": 3072}, (32, 32, 3), 10, 32),
     "lm": ("transformer", {"depth": 6, "width": 320, "heads": 5}, (128,), 8192, 4),
     "resnet20": ("resnet", {}, (32, 32, 3), 10, 32),
+    "tables": ("", {"rows": 400_000, "width": 32}, (16,), 2, 256),
 }
 """Family, its arguments, shape of a sample, classes, samples of a microbatch on each rank."""
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -60,6 +62,13 @@ RULES: dict[str, dict[str, Any]] = {
     "local_steps=16": {"local_steps": 16},
 }
 """Further variants."""
+TABLE_RULES: dict[str, dict[str, Any]] = {
+    "update=hybrid": {"update": "hybrid"},
+    "update=hybrid, ahead": {"update": "hybrid", "pull_ahead": True},
+    "sparse_gradients=gather": {"sparse_gradients": "gather"},
+    "sparse_gradients=dense": {"sparse_gradients": "dense"},
+}
+"""In their place for `tables`, a table of which 16 rows a sample are looked up, by Zipf's law."""
 OPTIMIZERS = {"sgd": ("SGD", {}), "momentum": ("SGD", {"momentum": 0.9}), "adam": ("Adam", {})}
 MEMORY: dict[str, tuple[str, dict[str, Any]]] = {
     "mlp": ("mlp", {}),
@@ -69,7 +78,7 @@ MEMORY: dict[str, tuple[str, dict[str, Any]]] = {
     "resnet20": ("resnet20", {}),
     "resnet20 recompute": ("resnet20", {"recompute": True}),
 }
-CHOICES = VARIANTS | RULES
+CHOICES = VARIANTS | RULES | TABLE_RULES
 MEMORY_BATCH = {"mlp": 32, "lm": 32, "resnet20": 512}
 
 
@@ -79,6 +88,9 @@ def samples(name: str, count: int) -> tuple[np.ndarray, np.ndarray]:
     if name == "lm":
         tokens = rng.integers(0, classes, (count, shape[0] + 1), dtype=np.int32)
         return tokens[:, :-1], tokens[:, 1:]
+    if name == "tables":
+        rows = MODELS[name][1]["rows"]
+        return ((rng.zipf(1.05, (count, *shape)) - 1) % rows).astype(np.int32), rng.integers(0, classes, count)
     return rng.standard_normal((count, *shape), dtype=np.float32), rng.integers(0, classes, count, dtype=np.int32)
 
 
@@ -87,6 +99,13 @@ def build(name: str) -> Any:
     from hvdtrain.models.registry import build_model
 
     family, arguments, shape, classes, _ = MODELS[name]
+    if name == "tables":
+        import keras
+
+        layers = keras.layers
+        table = layers.Embedding(arguments["rows"], arguments["width"])
+        above = [layers.Flatten(), layers.Dense(256, "relu"), layers.Dense(classes)]
+        return keras.Sequential([keras.Input(shape, dtype="int32"), table, *above])
     return build_model(ModelConfig(family, arguments), shape, classes, 0)
 
 
@@ -196,11 +215,12 @@ def main() -> int:
             peak, parameters = run.figure("peak_mib")[0], run.figure("parameters_mib")[0]
             print(f"{run.name:20} peak {peak:7.0f} MiB   parameters {parameters:6.1f} MiB")
         return script.exit_code()
-    variants = ["accumulate=1", *RULES, "alone"] if options.rules else options.variants
     base = "accumulate=1" if options.rules else "plain"
-    given = {"variants": variants, "steps": options.steps or (16 if options.rules else 4), "rounds": options.rounds}
+    given = {"steps": options.steps or (16 if options.rules else 4), "rounds": options.rounds}
     for name, optimizer, controller in product(options.models, options.optimizers, options.controllers):
-        given |= {"model": name, "optimizer": optimizer}
+        rules = TABLE_RULES if name == "tables" else RULES
+        variants = ["accumulate=1", *rules, "alone"] if options.rules else options.variants
+        given |= {"model": name, "optimizer": optimizer, "variants": variants}
         job = script.job("in turn", measure, controller=controller, ranks=options.ranks, **given)
         for run in script.measure([job]):
             title, samples = f"{name:9} {optimizer:9} {controller:6}", MODELS[name][4] * options.ranks

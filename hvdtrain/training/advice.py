@@ -117,7 +117,8 @@ class Announcer:
         lines += notes_on(self._options, facts=job_facts(self._backend))
         lines += repeated_rows(state.model, state.optimizer)
         session = current()
-        lines += crowded(session.environment.local_size, len(session.plan.cores))
+        if not session.plan.pinned:
+            lines += crowded(session.environment.local_size, len(session.plan.cores))
         if isinstance(state.model, PipelineStage):
             lines += pipeline_notes(state.model, self._options)
         for line in [*self._notes, *notes, *self._backend.remarks, *lines]:
