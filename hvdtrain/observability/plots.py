@@ -1,6 +1,6 @@
 """curves.png: loss and accuracy over steps."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,12 @@ INK, GRID = "#333333", "#e6e6e6"
 _FIELDS = {"kind", "step", "epoch", "loss", "learning_rate", "samples_per_second", "grad_norm", "seconds"}
 
 
-def draw_curves(metrics_path: str | Path, png_path: str | Path, *, title: str = "") -> None:
+def draw_curves(
+    metrics_path: str | Path, png_path: str | Path, *, title: str = "", staleness: Mapping[int, int] | None = None
+) -> None:
     """Draw loss and accuracy of training and validation over steps, from a metrics.jsonl.
+
+    A further panel has the updates of an asynchronous run by their `staleness`, if given.
 
     Without an accuracy, the first other metric takes its place; without any metric there is one panel. Values that are
     not finite leave a gap.
@@ -33,10 +37,15 @@ def draw_curves(metrics_path: str | Path, png_path: str | Path, *, title: str = 
 
     records = read_metrics(metrics_path)
     names = ["loss", *second_panel(records)]
-    figure = Figure(figsize=(5.2 * len(names), 3.9), layout="constrained")
+    count = len(names) + bool(staleness)
+    figure = Figure(figsize=(5.2 * count, 3.9), layout="constrained")
     FigureCanvasAgg(figure)
-    for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+    panels = figure.subplots(1, count, squeeze=False)[0]
+    for axes, name in zip(panels, names, strict=False):
         _draw_panel(axes, records, name)
+    if staleness:
+        panels[-1].bar(list(staleness), list(staleness.values()), color=TRAINING)
+        _style(panels[-1], "updates by staleness", xlabel="updates of others since the parameters were pulled")
     if title:
         figure.suptitle(title, color=INK, fontsize=12, x=0.01, ha="left", weight="bold")
     figure.savefig(png_path, dpi=160, facecolor="white")
@@ -90,15 +99,7 @@ def _draw_panel(axes: Any, records: Records, name: str) -> None:
         axes.set_yscale("log")
     elif "accuracy" in name and len(both) and both.max() <= 1:
         axes.set_ylim(top=1.02)
-    axes.set_title(name.replace("_", " "), loc="left", color=INK, fontsize=12, y=1.0, pad=20)
-    axes.set_xlabel("step", color=INK, fontsize=9)
-    axes.grid(True, color=GRID, linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.tick_params(which="both", colors=INK, labelsize=9, length=0)
-    axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
-    for side, spine in axes.spines.items():
-        spine.set_visible(side in ("left", "bottom"))
-        spine.set_color("#bbbbbb")
+    _style(axes, name.replace("_", " "), xlabel="step")
     if axes.get_legend_handles_labels()[1]:
         axes.legend(frameon=False, fontsize=9, labelcolor=INK)
     if epoch := steps_per_epoch(record for record in records if record["kind"] == "evaluation"):
@@ -107,6 +108,18 @@ def _draw_panel(axes: Any, records: Records, name: str) -> None:
         top.tick_params(colors=INK, labelsize=9, length=0)
         top.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
         top.spines["top"].set_visible(False)
+
+
+def _style(axes: Any, title: str, *, xlabel: str) -> None:
+    axes.set_title(title, loc="left", color=INK, fontsize=12, y=1.0, pad=20)
+    axes.set_xlabel(xlabel, color=INK, fontsize=9)
+    axes.grid(True, color=GRID, linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.tick_params(which="both", colors=INK, labelsize=9, length=0)
+    axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color("#bbbbbb")
 
 
 def steps_per_epoch(evaluations: Iterable[dict[str, Any]]) -> float | None:

@@ -203,7 +203,7 @@ def _write_end(folder: RunFolder, config: Config, trainer: Trainer, summary: dic
             model.save(draft)
             model.compiled = compiled
     if config.observability.plots and has_package("matplotlib", "curves.png", "plots") and folder.metrics.exists():
-        draw_curves(folder.metrics, folder.curves, title=_title(summary))
+        draw_curves(folder.metrics, folder.curves, title=_title(summary), staleness=summary.get("staleness"))
     write_json(folder.summary, summary)
 
 

@@ -52,6 +52,14 @@ def test_loss_and_accuracy_are_drawn_side_by_side_over_steps(
         assert len(lines["training"].get_xdata()) == 100
 
 
+def test_staleness_has_a_histogram(tmp_path: Path, figures: list[matplotlib.figure.Figure]) -> None:
+    draw(tmp_path, RUN)
+    plots.draw_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png", staleness={0: 3, 2: 5})
+    *_, panel = figures[-1].axes
+    assert panel.get_title(loc="left") == "updates by staleness"
+    assert {bar.get_x() + bar.get_width() / 2: bar.get_height() for bar in panel.patches} == {0: 3, 2: 5}
+
+
 def test_another_metric_takes_the_place_of_accuracy() -> None:
     assert plots.second_panel([STEP, STEP | {"perplexity": 7.0, "other": 1.0}]) == ["perplexity"]
     assert plots.second_panel([STEP | {"perplexity": 7.0, "accuracy": 1.0}]) == ["accuracy"]
