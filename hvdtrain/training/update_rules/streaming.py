@@ -42,6 +42,8 @@ class StreamingUpdate(LocalUpdate):
         self._bits = options.average_bits
         self._count = options.average_fragments
         self._fragments: list[Fragment] = []
+        self._held: list[int] = []
+        """Of the weights in the fragments."""
         self._taken = 0
         """Local steps since all was averaged."""
         self._early = 0
@@ -51,10 +53,11 @@ class StreamingUpdate(LocalUpdate):
     def _name_tensors(self) -> None:
         """Divide the trained weights into fragments."""
         self._outer = self._outer or OuterOptimizer(self._options)
-        known = getattr(self, "_weights", None)
         super()._name_tensors()
-        if known is not None and list(map(id, known.values())) == list(map(id, self._weights.values())):
+        held = [id(variable) for variable in self._weights.values()]
+        if held == self._held:
             return
+        self._held = held
         sizes = {path: int(variable.shape.num_elements()) for path, variable in self._weights.items()}
         fragments = owners_of(sizes, self._count)
         self._fragments = [
