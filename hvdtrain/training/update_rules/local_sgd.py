@@ -58,15 +58,6 @@ class LocalUpdate(UpdateRule):
         self._steps = tf.Variable(0, trainable=False, dtype=tf.int64, name="local_steps")
         self._unread = LocalTotals(backend)
 
-    @classmethod
-    def variant(cls, options: StepOptions) -> type[UpdateRule]:
-        """Return the class that averages as a whole, or in a stream."""
-        if not {"average_fragments", "average_delay", "average_blend", "average_bits"} & options.chosen().keys():
-            return cls
-        from hvdtrain.training.update_rules.streaming import StreamingUpdate
-
-        return StreamingUpdate
-
     def follow_model(self, *, training: bool = True) -> None:
         """Also update the tensors to average."""
         super().follow_model(training=training)

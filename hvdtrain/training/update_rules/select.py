@@ -11,6 +11,10 @@ DEFAULT = "all_reduce"
 RULES = {
     DEFAULT: "hvdtrain.training.update_rules.all_reduce:AllReduceUpdate",
     "zero": "hvdtrain.training.update_rules.zero.stage1:ZeroUpdate",
+    **dict.fromkeys(
+        ("average_fragments", "average_delay", "average_blend", "average_bits"),
+        "hvdtrain.training.update_rules.streaming:StreamingUpdate",
+    ),
     "local": "hvdtrain.training.update_rules.local_sgd:LocalUpdate",
     "async": "hvdtrain.training.update_rules.servers.rule:AsyncUpdate",
     "hybrid": "hvdtrain.training.update_rules.servers.hybrid:HybridUpdate",
@@ -18,7 +22,7 @@ RULES = {
     "easgd": "hvdtrain.training.update_rules.servers.peers:ElasticUpdate",
     "local_steps": "hvdtrain.training.update_rules.local_sgd:LocalUpdate",
 }
-"""Option of `UpdateConfig`, or value of `update`, -> rule, imported only when selected."""
+"""Option of `UpdateConfig`, or value of `update`, -> rule, imported only when selected; the first one that is set."""
 
 
 def chosen_rule(options: StepOptions) -> str:
