@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from hvdtrain.config.errors import SetupError
-from hvdtrain.installation.steps import output_of, short_hash
+from hvdtrain.installation.steps import output_of, say, short_hash
 from hvdtrain.runtime.diagnosis.diagnose import TENSORFLOW
 from hvdtrain.runtime.python_environment import PythonEnvironment
 
@@ -35,6 +35,12 @@ OLDEST_CUDA = 11
 
 NCCL_PACKAGE = "nvidia-nccl-cu12"
 """The NCCL that tensorflow[and-cuda] installs, so that TensorFlow and Horovod share one."""
+
+CUSOLVER = Path("nvidia/cusolver/lib/libcusolver.so.11")
+SEARCHED = Path("nvidia/cusparse/lib")
+"""A folder that TensorFlow searches for CUDA's libraries. Of PyPI's it misses one: libtensorflow_framework.so, which
+loads them all, has no cuSOLVER on its RUNPATH in 2.21, and so TensorFlow finds no GPU.
+"""
 
 _CUDA_PACKAGES = f"pip install 'tensorflow[and-cuda]~={TENSORFLOW}.0'"
 
@@ -88,6 +94,25 @@ def choose_gpu(choice: str, environment: PythonEnvironment, environ: Mapping[str
     header = short_hash((nccl / "include" / "nccl.h").read_bytes())
     identity = f"nccl{header}-cuda{version}-{'.'.join(capabilities) or 'all'}"
     return Gpu(kind="nccl", compiler=compiler, nccl=nccl, capabilities=capabilities, identity=identity)
+
+
+def link_cusolver(environment: PythonEnvironment) -> None:
+    """Let TensorFlow find PyPI's cuSOLVER: link it into a folder that it searches, or say how else. Idempotent."""
+    packages = [environment.distribution(name) for name in ("nvidia-cusolver-cu12", "nvidia-cusparse-cu12")]
+    solver, sparse = (
+        Path(str(package.locate_file(path))) if package else None
+        for package, path in zip(packages, (CUSOLVER, SEARCHED), strict=True)
+    )
+    if solver is None or sparse is None or (sparse / solver.name).exists():
+        return
+    try:
+        (sparse / solver.name).unlink(missing_ok=True)
+        (sparse / solver.name).symlink_to(os.path.relpath(solver, sparse))
+    except OSError as error:
+        say(
+            f"TensorFlow {TENSORFLOW} does not find cuSOLVER, and so no GPU ({error}): start jobs with "
+            f"LD_LIBRARY_PATH={solver.parent}"
+        )
 
 
 def _nccl_folder(environment: PythonEnvironment, environ: Mapping[str, str]) -> Path | None:

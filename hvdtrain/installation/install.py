@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 
 from hvdtrain.config.errors import SetupError
 from hvdtrain.installation.build import TENSORFLOW_NAMES, build_wheel, cache_folder, find_wheel, keep_wheel, wheel_key
-from hvdtrain.installation.gpu import Gpu, choose_gpu
+from hvdtrain.installation.gpu import Gpu, choose_gpu, link_cusolver
 from hvdtrain.installation.mpi import OPENMPI, Mpi, choose_mpi
 from hvdtrain.installation.steps import Pip, Steps, install_with, say
 from hvdtrain.runtime.diagnosis.diagnose import TENSORFLOW, check_gloo, check_horovod_alone, check_mpi, check_mpi_alone
@@ -180,6 +180,7 @@ def install(environment: PythonEnvironment, choice: str, gpu_choice: str = "auto
     check_tensorflow(environment)
     mpi = choose_mpi(choice, environment, os.environ)
     gpu = choose_gpu(gpu_choice, environment, os.environ)
+    link_cusolver(environment)
     key = wheel_key(environment, mpi, gpu, os.environ)
     if _is_done(environment, mpi, key):
         prepare_activation(environment, mpi)

@@ -71,7 +71,11 @@ def test_memory_is_taken_as_it_is_needed(result_of):
     assert result_of("float32")["grows"]
 
 
-def test_two_ranks_share_a_gpu_over_gloo(result_of):
+def test_two_ranks_share_a_gpu_where_horovod_has_no_nccl(result_of, tmp_path):
+    if HERE == "gpu" and pytest.importorskip("horovod.tensorflow").nccl_built():
+        job = run([*launcher("gloo", 2), sys.executable, SCRIPT, "shared"], cwd=tmp_path, timeout=600, code=1)
+        assert "ncclCommInitRank failed: invalid usage" in job.text  # as docs/gpu.md says
+        return
     found, expected = result_of("shared", ranks=2), result_of("shared", "cpu", ranks=2)
     assert found["equal"]
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-3)

@@ -171,7 +171,10 @@ def check_driver() -> Check | None:
 def check_libraries(tensorflow: Finding, horovod: Finding) -> Check:
     """Check that TensorFlow sees the GPUs, and that Horovod can reduce on them."""
     if not tensorflow.get("gpus"):
-        fix = f"pip install 'tensorflow[and-cuda]~={TENSORFLOW}.0', and see whether CUDA_VISIBLE_DEVICES hides them"
+        fix = (
+            f"pip install 'tensorflow[and-cuda]~={TENSORFLOW}.0', then {SETUP}, which lets it find cuSOLVER; and see "
+            "whether CUDA_VISIBLE_DEVICES hides them"
+        )
         return warning("GPUs", "nvidia-smi shows GPUs, TensorFlow sees none", fix)
     if "nccl" in horovod and not horovod["nccl"]:
         detail = f"{tensorflow['gpus']}; Horovod is built without NCCL and reduces over the host's memory"

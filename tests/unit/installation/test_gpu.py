@@ -1,5 +1,7 @@
 """How Horovod is built for GPUs, on machines made of stubs: drivers, compilers and libraries of every kind."""
 
+import importlib.util
+import mmap
 import os
 from pathlib import Path
 
@@ -9,7 +11,7 @@ from hvdtrain.config.errors import SetupError
 from hvdtrain.installation import build
 from hvdtrain.installation import gpu as gpu_module
 from hvdtrain.installation.build import wheel_key
-from hvdtrain.installation.gpu import Gpu, choose_gpu, driver_cuda
+from hvdtrain.installation.gpu import CUSOLVER, SEARCHED, Gpu, choose_gpu, driver_cuda, link_cusolver
 from hvdtrain.installation.mpi import Mpi
 
 SMI = """\
@@ -57,6 +59,48 @@ def has_compiler(machine, version, where="toolkit"):
     (folder.parent / "include/cuda_runtime.h").touch()
     machine.set(CUDA_HOME=str(folder.parent))
     return folder.parent
+
+
+def has_cusolver(machine):
+    for name, files in {"cusolver": ["libcusolver.so.11"], "cusparse": ["libcusparse.so.12"]}.items():
+        machine.installs(f"nvidia_{name}_cu12", "11.7")
+        folder = machine.packages / "nvidia" / name / "lib"
+        folder.mkdir(parents=True)
+        for file in files:
+            (folder / file).touch()
+    return machine.packages / "nvidia/cusparse/lib/libcusolver.so.11"
+
+
+def test_tensorflow_does_not_search_where_pypi_has_cusolver():
+    """Where this fails, `link_cusolver` has become unnecessary."""
+    library = Path(importlib.util.find_spec("tensorflow").origin).with_name("libtensorflow_framework.so.2")
+    with library.open() as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        assert content.find(f"/../{SEARCHED}".encode()) > 0
+        assert content.find(f"/../{CUSOLVER.parent}".encode()) < 0
+
+
+def test_cusolver_is_linked_where_tensorflow_searches(machine):
+    link = has_cusolver(machine)
+    for _ in range(2):
+        link_cusolver(machine.environment)
+        assert os.readlink(link) == "../../cusolver/lib/libcusolver.so.11"
+    link.unlink()
+    link.symlink_to("gone")  # as after a move of the environment
+    link_cusolver(machine.environment)
+    assert link.exists()
+
+
+def test_a_folder_that_takes_no_link_is_told(machine, monkeypatch, capsys):
+    link = has_cusolver(machine)
+    monkeypatch.setattr(Path, "symlink_to", lambda *_: (_ for _ in ()).throw(PermissionError("read-only")))
+    link_cusolver(machine.environment)
+    assert f"LD_LIBRARY_PATH={machine.packages}/nvidia/cusolver/lib" in capsys.readouterr().out
+    assert not link.exists()
+
+
+def test_without_cuda_s_packages_nothing_is_linked(machine):
+    link_cusolver(machine.environment)
+    assert not (machine.packages / "nvidia").exists()
 
 
 def choose(machine, choice="auto"):
