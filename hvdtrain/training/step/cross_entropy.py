@@ -34,12 +34,11 @@ def fast_cross_entropy() -> Iterator[None]:
         function, arguments = function_of_loss(loss)
         if function is not keras.losses.sparse_categorical_crossentropy or not _is_plain(arguments):
             return original(loss, y_true, y_pred)
+        own = loss.fn  # perhaps a partial, with arguments that Keras does not pass
 
         def losses(labels: Any, logits: Any, **options: Any) -> Any:
-            labels = _without_last(labels, logits)
-            return (
-                sparse_cross_entropy(labels, logits) if _fits(labels, logits) else function(labels, logits, **options)
-            )
+            flat = _without_last(labels, logits)
+            return sparse_cross_entropy(flat, logits) if _fits(flat, logits) else own(labels, logits, **options)
 
         with replaced(loss, "fn", losses):
             return original(loss, y_true, y_pred)

@@ -153,6 +153,14 @@ def test_other_losses_stay_as_they_are(loss):
     assert not [op for op in graph.get_operations() if "probability_of_label" in op.name]
 
 
+@pytest.mark.parametrize("loss", [OBJECT, FUNCTION], ids=["object", "partial"])
+@pytest.mark.parametrize("classes", [10, LEAST_CLASSES - 1])
+def test_losses_of_few_classes_are_those_of_keras(loss, classes):
+    labels, logits, _ = case((6, classes))
+    keras_own = loss.call if loss is OBJECT else loss
+    np.testing.assert_array_equal(fast(loss)(labels, logits), keras_own(labels, logits))
+
+
 def test_few_classes_and_strategies_stay_with_the_op_of_tensorflow():
     labels, logits, _ = case((6, LEAST_CLASSES - 1))
     assert SLOW_OP in ops_of(fast(OBJECT), labels, logits)
