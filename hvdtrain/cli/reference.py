@@ -42,7 +42,7 @@ def _options(section: str) -> Iterator[str]:
 def _facts() -> Iterator[str]:
     for each in fields(Facts):
         declared = declaration_of(each)
-        if declared.rules:
+        if declared.rules and declared.title:  # without one, it is an option
             yield f"- {declared.title}: {described(declared.rules)}"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from hvdtrain.config.errors import opt
 from hvdtrain.config.options import Condition, Declaration, Rule, declaration_of, excludes, title_of
 from hvdtrain.config.parallel import REST
-from hvdtrain.config.runtime import ELEMENTWISE, NOT_WITH_SERVERS, OF_TF_DISTRIBUTE, STRATEGIES
+from hvdtrain.config.runtime import ELEMENTWISE, NOT_WITH_SERVERS, OF_TF_DISTRIBUTE, REPEATABLE, STRATEGIES
 
 
 def fact(title: str, shown: str = "{}", *rules: Rule) -> Any:
@@ -25,6 +25,8 @@ class Facts:
 
     backend: str | None = fact("", opt("backend", "{}"))
     """Distribution engine."""
+    deterministic: bool | None = fact("", "", REPEATABLE)
+    """Option of the processes, where there are several replicas."""
     controller: str | None = fact("MPI", "{}")
     """Control plane of Horovod: mpi or gloo."""
     size: int | None = fact("several replicas", "{} replicas")

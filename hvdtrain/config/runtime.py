@@ -4,7 +4,7 @@ from dataclasses import KW_ONLY
 from typing import Literal
 
 from hvdtrain.config.errors import opt
-from hvdtrain.config.options import applies_to, excludes, option, section
+from hvdtrain.config.options import applies_to, excludes, needs, option, section
 from hvdtrain.config.parallel import parse_axes
 
 BackendName = Literal[
@@ -35,6 +35,10 @@ OF_TF_DISTRIBUTE: tuple[BackendName, ...] = (
 STRATEGIES = f"backend={'|'.join(OF_TF_DISTRIBUTE)}"
 NOT_ON_STRATEGIES = excludes(STRATEGIES, instead=f"leave it out, or use {opt('backend', 'horovod')}")
 NOT_WITH_SERVERS = excludes("backend=parameter_server", instead=f"leave it out, or use {opt('backend', 'horovod')}")
+REPEATABLE = needs(
+    *("update=all_reduce|local|hybrid", "max_staleness=0", "replay"),
+    instead=f"{opt('record')} and {opt('replay')} repeat the order in which updates arrive",
+)
 ELEMENTWISE = f"use an elementwise optimizer such as SGD or Adam, and {opt('clip_norm')} in place of its own clipping"
 
 
@@ -70,6 +74,7 @@ class RuntimeConfig:
             why="the order of its workers' steps is a matter of time",
             instead=f"leave it out, or use {opt('backend', 'horovod')}",
         ),
+        REPEATABLE,
     )
     """Bitwise reproducible training: fixed messages, deterministic ops."""
     hierarchical_allreduce: HierarchyName = option(

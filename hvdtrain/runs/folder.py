@@ -56,7 +56,7 @@ def create(path: Path) -> None:
     """Create the folder of a new run.
 
     Raises:
-        ConfigError: it exists and is not empty, or cannot be created.
+        ConfigError: it holds something, or cannot be created.
     """
     refuse_occupied(path)
     try:
@@ -66,16 +66,29 @@ def create(path: Path) -> None:
 
 
 def refuse_occupied(path: Path) -> None:
-    """Refuse a folder that is not empty, before any work is done.
+    """Refuse a folder that holds anything but a run that trained nothing, before any work is done.
 
     Raises:
-        ConfigError: it is not empty.
+        ConfigError: it holds something.
     """
-    if path.is_dir() and any(entry.name != lock.NAME for entry in path.iterdir()):
+    if path.is_dir() and any(entry.name != lock.NAME for entry in path.iterdir()) and not _trained_nothing(path):
         raise ConfigError(
             f"--run-dir {path} is not empty: nothing in it is overwritten. Name another folder, or go on with the run "
             f"in it by --resume {path}."
         )
+
+
+def _trained_nothing(path: Path) -> bool:
+    """Return whether a folder has the first files of a run alone: it was refused, or ended, before a step was noted."""
+    run = RunFolder(path)
+    begun = {run.config, run.environment, run.preprocessing, run.tokenizer, run.metrics, run.checkpoints, run.logs}
+    written = [run.metrics.stat().st_size] if run.metrics.exists() else []
+    return (
+        run.config.exists()
+        and set(path.iterdir()) <= begun | {run.tensorboard, path / lock.NAME}
+        and not any(written)
+        and not (run.checkpoints.exists() and any(run.checkpoints.iterdir()))
+    )
 
 
 def opened(path: Path, option: str, files: FilesRead | None = None) -> tuple[RunFolder, Config]:

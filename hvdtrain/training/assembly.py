@@ -80,14 +80,15 @@ def converted(model: Any, options: StepOptions) -> Any:
     return copy
 
 
-def job_facts(backend: Backend, controller: str | None = None) -> Facts:
-    """Return what `backend` says about a job; `controller` is Horovod's."""
+def job_facts(backend: Backend, controller: str | None = None, *, deterministic: bool = False) -> Facts:
+    """Return what `backend` says about a job; `controller` is Horovod's, `deterministic` the processes' option."""
     return Facts.on_mesh(
         backend.axes,
         backend=backend.name,
         size=backend.size,
         processes=backend.processes,
         controller=controller if backend.size > 1 else None,
+        deterministic=(deterministic and backend.size > 1) or None,
     )
 
 

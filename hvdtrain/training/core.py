@@ -123,7 +123,8 @@ class TrainerCore:
         self._compiled = last_compile(self.model)
 
     def _job(self) -> Facts:
-        return job_facts(self.backend, current().environment.controller)
+        session = current()
+        return job_facts(self.backend, session.environment.controller, deterministic=session.config.deterministic)
 
     @property
     def optimizer(self) -> Any:

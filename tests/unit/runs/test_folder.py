@@ -29,6 +29,21 @@ def test_a_folder_that_is_not_empty_is_refused_and_left_alone(tmp_path, name):
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [(name, "mine")]
 
 
+@pytest.mark.parametrize("more", [None, "metrics.jsonl", "checkpoints/step-3", "notes.txt"])
+def test_a_run_that_trained_nothing_may_start_again(tmp_path, more):
+    """As one whose options were refused once its model was built."""
+    for name in ("config.yaml", "env.json", "metrics.jsonl", "logs/rank-0.log", "tensorboard/events"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "checkpoints").mkdir()
+    if more is not None:
+        (tmp_path / more).write_text("{}")
+        with pytest.raises(ConfigError, match="is not empty"):
+            create(tmp_path)
+    else:
+        create(tmp_path)
+
+
 @pytest.mark.parametrize("below", ["", "run", "deep/run"])
 def test_a_file_in_the_folders_place_is_named(tmp_path, below):
     file = tmp_path / "file"
