@@ -4,6 +4,9 @@ What follows from a failure is a `FailurePolicy`, which the link between the ran
 """
 
 import contextlib
+import os
+import re
+import sys
 import threading
 import time
 import traceback
@@ -263,7 +266,39 @@ def describe(error: BaseException, wording: Wording = in_script) -> str:
         return f"{error}. {limit}"
     if isinstance(error, ScriptExit):
         return str(error)
-    return "".join(traceback.format_exception(error)).rstrip()
+    text = "".join(traceback.format_exception(error)).rstrip()
+    # What our own code raises may be a mistake in it.
+    ours = error.__traceback__ is not None and _is_ours(traceback.extract_tb(error.__traceback__)[-1].filename)
+    return text if ours else filtered(text)
+
+
+def _is_ours(file: str) -> bool:
+    return file.startswith(f"{_folder_of('hvdtrain')}{os.sep}")
+
+
+def _folder_of(package: str) -> str | None:
+    file = getattr(sys.modules.get(package), "__file__", None)
+    return None if file is None else os.path.dirname(file)
+
+
+def filtered(text: str) -> str:
+    """Return a traceback without the frames of hvdtrain, Keras and TensorFlow, as Keras filters its own.
+
+    The messages of TensorFlow's errors list frames too. All stay where no other code takes part, and where the script
+    has called `keras.config.disable_traceback_filtering()`.
+    """
+    keras = sys.modules.get("keras")
+    if keras is None or not keras.config.is_traceback_filtering_enabled():
+        return text
+    folders = "|".join(
+        re.escape(folder) for name in ("hvdtrain", "keras", "tensorflow") if (folder := _folder_of(name))
+    )
+    # A frame, with its lines of code, which are indented more than it; in messages of TensorFlow an empty line follows.
+    frame = rf'^( *)File "(?:{folders})/[^"\n]*", line \d+, in [^\n]*\n(?:\1 +(?!File ")[^\n]*\n)*\n?'
+    left = re.sub(frame, "", text, flags=re.MULTILINE)
+    if left == text or not re.search(r'^ *File "(?!<frozen )', left, re.MULTILINE):
+        return text
+    return f"{left}\nFrames of hvdtrain, Keras and TensorFlow are left out: keras.config.disable_traceback_filtering()."
 
 
 def exit_code(error: BaseException) -> int:

@@ -4,17 +4,19 @@ import re
 import sys
 import threading
 import time
+import traceback
 import weakref
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
+import keras
 import pytest
 import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.runtime.consequences import is_consequence
 from hvdtrain.runtime.control.channel import ControlChannel
-from hvdtrain.runtime.failures import EXIT_HANG, FailFast, Grace, ScriptExit, show_failure
+from hvdtrain.runtime.failures import EXIT_HANG, FailFast, Grace, ScriptExit, describe, filtered, show_failure
 from hvdtrain.runtime.link import Watchdog
 from tests.unit.threaded_ranks import as_ranks, place
 
@@ -478,3 +480,57 @@ def test_another_policy_may_let_the_job_go_on():
 
     assert as_ranks(3, body) == [None] * 3
     assert sorted(seen) == [(0, [1]), (2, [1])]
+
+
+# --- frames of libraries ---
+
+
+def raised(code, file="/home/me/train.py"):
+    """The error of a script."""
+    try:
+        exec(compile(code, file, "exec"), {})
+    except Exception as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+IN_KERAS = "import keras\nkeras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]).compute_output_shape(3)"
+IN_A_FUNCTION = """
+import tensorflow as tf
+@tf.function
+def f(x): return tf.cast(x, "float32") + 1.0
+f(tf.constant("a"))
+"""
+IN_TRACING = "import tensorflow as tf\ntf.function(lambda x: tf.reshape(x, [3]))(tf.zeros([2]))"
+
+
+@pytest.mark.parametrize("code", [IN_KERAS, IN_A_FUNCTION, IN_TRACING])
+def test_frames_of_libraries_are_left_out_as_keras_leaves_them_out(code):
+    keras.config.disable_traceback_filtering()  # of Keras' own functions
+    try:
+        error = raised(code)
+        whole = describe(error)
+    finally:
+        keras.config.enable_traceback_filtering()
+    shown = describe(error)
+    assert "/keras/" in whole or "/tensorflow/" in whole
+    assert not re.search(r'File "[^"]*/(keras|tensorflow|hvdtrain)/', shown)
+    assert 'File "/home/me/train.py"' in shown
+    assert str(error).splitlines()[-1].strip() in shown
+    assert shown.endswith("keras.config.disable_traceback_filtering().")
+    assert len(shown) < len(whole)
+
+
+@pytest.mark.parametrize("code", ["1 / 0", "import hvdtrain.config.options as o\no.limits_of(3)"])
+def test_errors_of_scripts_and_of_our_own_code_are_shown_whole(code):
+    error = raised(code)
+    assert describe(error) == "".join(traceback.format_exception(error)).rstrip()
+
+
+def test_what_no_script_takes_part_in_is_shown_whole():
+    text = f'''Traceback (most recent call last):
+  File "<frozen runpy>", line 198, in _run_module_as_main
+  File "{keras.__path__[0]}/src/a.py", line 3, in a
+    raise ValueError("b")
+ValueError: b'''
+    assert filtered(text) == text
