@@ -75,6 +75,12 @@ class FitArguments:
             raise ConfigError(
                 f"validation_freq is a number of epochs, or a list of those to evaluate after. Received: {freq!r}."
             )
+        has_targets = self.y is not None or (isinstance(self.x, tuple) and len(self.x) > 1)
+        if has_targets and hasattr(self.validation_data, "shape"):
+            raise ConfigError(
+                "validation_data has targets where the training has: (inputs, targets[, sample_weight]), or batches of "
+                f"them. Received: one array, of shape {tuple(self.validation_data.shape)}."
+            )
 
     def given(self, passes: int = 1) -> Any:
         """Return the training data as one value, for so many passes."""

@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import combinations
 
 import libcst as cst
@@ -142,12 +142,14 @@ class _Judge:
         if "optimizers" in parts:
             is_old = "legacy" in parts or parts[:3] == ["tensorflow", "compat", "v1"]
             advice = keras2.TF_KERAS_OPTIMIZER_KEYWORDS if self._is_legacy else keras2.OPTIMIZER_KEYWORDS
-            return "" if self._is_legacy and is_old else _first(advice, named)
+            return "" if self._is_legacy and is_old else _of_keywords(advice, named)
         takes = parameters_of(real)
         if takes is not None and takes.kwarg is None:
             unknown = sorted(named.keys() - {arg.arg for arg in [*takes.posonlyargs, *takes.args, *takes.kwonlyargs]})
             if unknown:
-                return f"{parts[-1]} takes no {unknown[0]}: {keras2.HINTS.get(unknown[0], 'leave it out.')}"
+                return " ".join(
+                    f"{parts[-1]} takes no {each}: {keras2.HINTS.get(each, 'leave it out.')}" for each in unknown
+                )
         return "" if self._is_legacy else self._of_keras_3(parts, call, named)
 
     def _of_keras_3(self, parts: list[str], call: cst.Call, named: dict[str, str]) -> str:
@@ -155,9 +157,9 @@ class _Judge:
         if symbol == "Lambda" and "layers" in parts and self._facts.loads:
             return "load_model refuses Lambda layers: keras.config.enable_unsafe_deserialization() before it."
         if "layers" in parts:
-            return _first(keras2.LAYER_KEYWORDS, named)
+            return _of_keywords(keras2.LAYER_KEYWORDS, named)
         if symbol == "Model":
-            return _first(keras2.MODEL_KEYWORDS, named)
+            return _of_keywords(keras2.MODEL_KEYWORDS, named)
         if symbol == "ModelCheckpoint":
             path, only = self._path(call), named.get("save_weights_only", "False")
             endings = (".weights.h5",) if only == "True" else (".keras", ".h5")
@@ -215,7 +217,7 @@ class _Judge:
             return "" if is_layers else keras2.METHODS[name]
         if name == "add_weight" and any(isinstance(arg, cst.SimpleString) for arg in positional_arguments(call)[:1]):
             return "Keras 3 takes the name by keyword: add_weight(name=..., shape=...)."
-        return _first(keras2.KEYWORDS.get(name, {}), named) or self._of_file(name, chain.value, call)
+        return _of_keywords(keras2.KEYWORDS.get(name, {}), named) or self._of_file(name, chain.value, call)
 
     def _optimizer_kind(self, owner: cst.BaseExpression) -> str:
         """Return "wrapped" or "plain" for what is, or by its name seems to be, an optimizer of Keras; else nothing."""
@@ -240,9 +242,10 @@ class _Judge:
         return advice if name != "save" or is_model or (not made and "model" in text_of(owner).lower()) else ""
 
 
-def _first(advice: Mapping[str, str], named: Iterable[str]) -> str:
-    """Return the advice on the first keyword that has some."""
-    return next((said for keyword, said in advice.items() if keyword in named), "")
+def _of_keywords(advice: Mapping[str, str], named: Collection[str]) -> str:
+    """Return the advice on the keywords that have some, each by its name where there are several."""
+    found = {keyword: said for keyword, said in advice.items() if keyword in named}
+    return " ".join(f"{keyword}: {said}" if len(found) > 1 else said for keyword, said in found.items())
 
 
 def installed_name(name: str, is_legacy: bool) -> str:

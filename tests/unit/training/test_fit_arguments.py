@@ -123,6 +123,7 @@ REFUSED = [
     ({"validation_split": 1.5}, "validation_split is a fraction between 0 and 1"),
     ({"validation_split": 0.999}, "leaves one part without any"),
     ({"validation_freq": 0}, "validation_freq is a number of epochs"),
+    ({"validation_data": X}, r"validation_data has targets .* one array, of shape \(50, "),
     ({"verbose": "loud"}, r"verbose is \"auto\", 0, 1 or 2\. Received: 'loud'"),
     ({"x": tf.data.Dataset.from_tensor_slices((X, Y)).batch(8)}, "leave out y"),
     (

@@ -274,3 +274,8 @@ def test_a_wrapped_optimizer_has_what_doctor_says(tmp_path):
         assert len(said) == 2 * is_refused, name
     assert advice(tmp_path, f"{lines}optimizer.variables()\noptimizer.apply_gradients([], name='x')") == []
     wrapped.variables()
+
+
+def test_each_argument_that_has_gone_is_named(tmp_path):
+    (said,) = advice(tmp_path, "keras.optimizers.Adam(lr=0.1, decay=1e-6)")
+    assert said.startswith("lr: the argument is called learning_rate. decay: Keras 3 ignores decay")
