@@ -93,7 +93,7 @@ def epoch_line(record: EpochRecord, info: RunInfo) -> str:
 def header(info: RunInfo) -> list[tuple[str, str]]:
     """Return the header of a run, as labels and values."""
     lines = [
-        ("recipe", f"{info.recipe}, {plural(info.parameters, 'parameter')}"),
+        ("recipe" if info.run_dir else "model", f"{info.recipe}, {plural(info.parameters, 'parameter')}"),
         ("backend", _backend(info)),
         ("batch", _batch(info)),
         ("steps", _steps(info)),

@@ -105,7 +105,7 @@ def test_the_header_of_one_process_speaks_of_no_ranks_to_share_with(plain: Plain
     alone = {"backend": "single", "world_size": 1, "launcher": "none", "controller": None}
     plain.on_start(run_info(**alone, per_replica_batch=64, run_dir=None, threads=2, start_step=46))
     assert stream.getvalue().splitlines() == [
-        "recipe      digits, 21,418 parameters",
+        "model       digits, 21,418 parameters",
         "backend     single, 1 rank, 2 threads",
         "batch       64 samples",
         "steps       230, 10 epochs of 23, resumed after 46",

@@ -265,6 +265,8 @@ class AsyncUpdate(UpdateRule):
         current().threads.remove(self._server.stop)
         self._messages.close()
         self._messages = self._connection = self._server = None
+        if self.divides_batches:
+            return  # in step: each slice is a rank's own, and nothing is stale unless asked for
         staleness: Counter[int] = Counter()
         for counts, *_ in everyone:
             staleness.update({int(updates): count for updates, count in counts})
