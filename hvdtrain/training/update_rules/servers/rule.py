@@ -265,14 +265,12 @@ class AsyncUpdate(UpdateRule):
         current().threads.remove(self._server.stop)
         self._messages.close()
         self._messages = self._connection = self._server = None
-        if self.divides_batches:
-            return  # in step: each slice is a rank's own, and nothing is stale unless asked for
         staleness: Counter[int] = Counter()
         for counts, *_ in everyone:
             staleness.update({int(updates): count for updates, count in counts})
         slices = np.max([counts for *_, counts in everyone], 0).tolist()
         self.figures = {"staleness": dict(sorted(staleness.items())), "slices": slices}
-        if not self._backend.primary:
+        if not self._backend.primary or self.divides_batches:  # in step, nothing is stale unless it was asked for
             return
         stale = f"staleness, in updates: {described(staleness)}. " if staleness else ""
         LOGGER.info(f"{stale}slices by rank: {slices}")
