@@ -7,7 +7,8 @@ For each layout of hosts and each controller it measures
     exchange  100 MB of float32 gradients in 25 tensors, in turn: a ring over all ranks, sums by host where a host has
               several ranks, in 32 bits and in 16; against the time that the link needs, (S/B) 2 (n - 1) / n
     steps     of each model, in turn: a hand-written Horovod loop at Horovod's own settings, which takes launches of its
-              own, and hvdtrain at its defaults and with each of its options that send less or earlier
+              own, and hvdtrain at its defaults and with each of its options that send less or earlier; over MPI also
+              its rules with servers
 
 S is the bytes of the gradients, n the number of ranks, or of hosts for sums by host, and B the goodput of the link: the
 most that a TCP connection of this script carries between two hosts in three trials. Times are those of the slowest
@@ -28,13 +29,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from options import MODELS, ours, plain
+from options import MODELS, TABLE_RULES, ours, plain
 
 from hvdtrain.bench.engine import WORD, Answer, Job, LaunchFailed, reason_of
 from hvdtrain.bench.plots import Bars, bars
 from hvdtrain.bench.results import Spread
 from hvdtrain.bench.script import Script, started
 from hvdtrain.bench.timing import in_turn, window
+from hvdtrain.runtime.session import current
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -49,7 +51,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "compression=fp16": {"compression": "fp16"},
     "gradient_groups=4": {"gradient_groups": 4},
     "local_steps=4": {"local_steps": 4},
+    "local_steps=4, streamed": {"local_steps": 4, "average_fragments": 4, "average_delay": 1, "average_bits": 8},
+    "update=async": {"update": "async"},
+    "update=gossip": {"update": "gossip", "local_steps": 4},
 }
+SIDES = VARIANTS | TABLE_RULES
 WINDOW = 4
 """Steps that are timed together: a period of the local steps."""
 PORT = 9377
@@ -85,6 +91,12 @@ def exchanges(backend: Any) -> dict[str, Callable[[], Any]]:
     return {f"{route} {kind}": exchange(route, kind) for route in routes for kind in ("none", "bf16", "fp16")}
 
 
+def variants_of(what: str, controller: str | None) -> dict[str, dict[str, Any]]:
+    """Return the options to measure for a model; those with servers need MPI."""
+    chosen = {name: VARIANTS[name] for name in ("alone", "defaults")} | TABLE_RULES if what == "tables" else VARIANTS
+    return {name: options for name, options in chosen.items() if controller == "mpi" or "update" not in options}
+
+
 def measure_ours(what: str, rounds: int) -> dict[str, Any]:
     """Return the times of the exchanges, or of the variants of a model, and what the backend remarks."""
     backend, alone, gather = started(hierarchical_allreduce="always" if what == "exchange" else "auto")
@@ -93,7 +105,7 @@ def measure_ours(what: str, rounds: int) -> dict[str, Any]:
     else:
         steps = {
             name: ours(what, alone if name == "alone" else backend, MODELS[what][4], options)
-            for name, options in VARIANTS.items()
+            for name, options in variants_of(what, current().environment.controller).items()
         }
         sides = {name: partial(window, step, WINDOW) for name, step in steps.items()}
     if backend.primary:
@@ -188,7 +200,7 @@ def report(layout: str, controller: str, what: str, times: dict[str, list[float]
             ratios[side] = milliseconds / ideal
             against = f"{ratios[side]:.2f} of the link's {ideal:.0f} ms"
         else:
-            milliseconds /= VARIANTS.get(side, {}).get("accumulate", 1)
+            milliseconds /= SIDES.get(side, {}).get("accumulate", 1)
             ratios[side] = milliseconds / float(np.median(times["plain"]))
             against = f"{ratios[side]:.2f} of plain"
         print(f"{layout} {controller:6} {what:8} {side:20} {milliseconds:8.1f} ms   {against}", flush=True)
@@ -223,7 +235,7 @@ def main() -> int:
         (receive if sys.argv[1] == "--receive" else send)(sys.argv[2])
         return 0
     script = Script(__doc__, measure_plain, measure_ours, rounds=3)
-    whats = ("exchange", "lm", "mlp")
+    whats = ("exchange", "lm", "mlp", "tables")
     script.add_argument("--layouts", nargs="+", choices=tuple(LAYOUTS), default=list(LAYOUTS))
     script.add_argument("--controllers", nargs="+", choices=("mpirun", "gloo"), default=["mpirun", "gloo"])
     script.add_argument("--what", nargs="+", choices=whats, default=list(whats))
