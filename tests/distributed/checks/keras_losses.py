@@ -1,6 +1,7 @@
 """Losses and figures of every kind, against `Model.fit` and `Model.evaluate` of Keras in one process."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import keras
@@ -136,6 +137,29 @@ def metric_along_an_axis() -> Case:
     return perceptron(), {"loss": "mse", "metrics": metrics}, (X, VALUES)
 
 
+FORMS: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "a partial, of logits": lambda: (partial(SPARSE, from_logits=True), None),
+    "a partial of a partial": lambda: (partial(partial(SPARSE, from_logits=True), ignore_class=1), None),
+    "a partial, of probabilities": lambda: (partial(SPARSE, from_logits=False), "softmax"),
+    "a lambda": lambda: (lambda y, p: SPARSE(y, p, from_logits=True), None),
+    "an object that sums": lambda: (cross_entropy(reduction="sum"), None),
+    "a subclass": lambda: (Doubled(from_logits=True), None),
+}
+"""How cross-entropies are given; each makes a loss and the activation before it."""
+SPARSE = keras.losses.sparse_categorical_crossentropy
+
+
+class Doubled(keras.losses.SparseCategoricalCrossentropy):
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        return 2 * super().call(y_true, y_pred)
+
+
+def form(name: str, classes: int) -> Case:
+    loss, activation = FORMS[name]()
+    model = perceptron(outputs=classes, activation=activation)
+    return model, {"loss": loss}, (X, np.random.default_rng(classes).integers(0, classes, SAMPLES), WEIGHTS)
+
+
 EXACT = (
     masked_sequence,
     ignored_class,
@@ -159,32 +183,34 @@ OF_EVERY_KIND = (
 """Divided by labels, by weights, by the loss itself, and not at all."""
 
 
-def compiled(case: Callable[[], Case], seed: int) -> tuple[keras.Model, dict[str, Any]]:
+def compiled(case: Callable[..., Case], seed: int, *given: Any) -> tuple[keras.Model, dict[str, Any]]:
     """Return a model with weights, and the data as keyword arguments."""
     keras.utils.set_random_seed(seed)
-    model, arguments, (x, y, *weights) = case()
+    model, arguments, (x, y, *weights) = case(*given)
     model.compile(keras.optimizers.SGD(0.05), jit_compile=False, **arguments)
     model(x[:2])
     return model, {"x": x, "y": y, "sample_weight": weights[0] if weights else None}
 
 
-def by_keras(case: Callable[[], Case]) -> tuple[list[np.ndarray], dict[str, list[float]], dict[str, float]]:
+def by_keras(
+    case: Callable[..., Case], *given: Any
+) -> tuple[list[np.ndarray], dict[str, list[float]], dict[str, float]]:
     """Return weights, History and the evaluation of one process."""
     with computing_in("float64"):
-        model, data = compiled(case, 3)
+        model, data = compiled(case, 3, *given)
         history = model.fit(**data, batch_size=BATCH, epochs=EPOCHS, shuffle=False, verbose=0).history
         scores = model.evaluate(**data, batch_size=BATCH, verbose=0, return_dict=True)
     return model.get_weights(), history, scores
 
 
-def assert_same(world: World, case: Callable[[], Case], **options: Any) -> None:
-    weights, history, scores = world.reference(by_keras, case)
+def assert_same(world: World, case: Callable[..., Case], *given: Any, **options: Any) -> None:
+    weights, history, scores = world.reference(by_keras, case, *given)
     with computing_in("float64"):
-        model, data = compiled(case, 3 + world.rank)
+        model, data = compiled(case, 3 + world.rank, *given)
         trainer = hvdtrain.Trainer(model, backend=world.backend, **options)
         found = trainer.fit(**data, batch=BATCH, epochs=EPOCHS, shuffle=False, verbose=0).history
         own = trainer.evaluate(**data, batch=BATCH, verbose=0, return_dict=True)
-    mine, label = trainer.model.get_weights(), f"{case.__name__} {options}"
+    mine, label = trainer.model.get_weights(), f"{case.__name__} {given} {options}"
     assert world.same_everywhere(flat_bytes(mine)), label
     for ours, theirs in zip(mine, weights, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-11, atol=1e-13, err_msg=label)
@@ -197,6 +223,14 @@ def assert_same(world: World, case: Callable[[], Case], **options: Any) -> None:
 def check_losses_of_every_kind_are_those_of_keras(world: World) -> None:
     for case in OF_EVERY_KIND:
         assert_same(world, case)
+
+
+@worlds("mpirun-2", "gloo-2")
+def check_cross_entropies_in_any_form_are_those_of_keras(world: World) -> None:
+    """With few classes and with many, which are computed in another way."""
+    for name in FORMS:
+        for classes in (5, 70):
+            assert_same(world, form, name, classes)
 
 
 @worlds("mpirun-2", "mpirun-1", "gloo-2", "gloo-4", extended=True)
