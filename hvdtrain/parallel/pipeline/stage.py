@@ -98,11 +98,6 @@ class PipelineStage(keras.Model):
         return self.whole.generators
 
     @property
-    def is_first(self) -> bool:
-        """Whether this rank holds the first stage."""
-        return self.place == 0
-
-    @property
     def is_last(self) -> bool:
         """Whether this rank holds the last stage."""
         return self.place == self.ranks - 1
