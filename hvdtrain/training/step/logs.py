@@ -24,15 +24,17 @@ class Figure(NamedTuple):
 
     metric: Any
     """The metric with this result; None for other tensors."""
-    key: str | None
-    """Name of the result, for a metric with several."""
+    key: tuple[str, ...]
+    """Where the value lies in a result that is a dict, perhaps of dicts."""
     sums: tf.Variable | None
     """[2], for other tensors: this replica's sum of value x samples, and of samples."""
 
     def read(self) -> tf.Tensor:
         """Return the metric's current result."""
         result = self.metric.result()
-        return tf.convert_to_tensor(result if self.key is None else result[self.key])
+        for name in self.key:
+            result = result[name]
+        return tf.convert_to_tensor(result)
 
 
 class StepLogs:
@@ -54,7 +56,7 @@ class StepLogs:
         self._accumulate = accumulate
         self._figures: dict[str, Figure] = {}
         self._other: dict[str, tf.Variable] = {}
-        self._seen: dict[int, dict[int, tuple[Any, str | None, Any]]] = {}
+        self._seen: dict[int, dict[int, tuple[Any, tuple[str, ...], Any]]] = {}
         """Results of metrics by their identity, of each thread that traces: a strategy has one for each replica."""
         self._reported: dict[int, tf.Variable] = {}
         """Global sums at the last `progress`, by the identity of the metric's variable."""
@@ -232,7 +234,7 @@ class StepLogs:
         if name not in self._other:
             with tf.init_scope():
                 self._other[name] = tf.Variable(tf.zeros([2], tf.float64), trainable=False, name="figure")
-        return tensor, Figure(None, None, self._other[name])
+        return tensor, Figure(None, (), self._other[name])
 
     def _named(self) -> dict[str, Any]:
         """Return the metrics that have variables, by distinct names."""
@@ -305,16 +307,24 @@ class EpochMetrics:
         return results
 
 
-def _noting(metric: Any, seen: dict[int, tuple[Any, str | None, Any]]) -> Callable[..., Any]:
+def _noting(metric: Any, seen: dict[int, tuple[Any, tuple[str, ...], Any]]) -> Callable[..., Any]:
     """Return a metric's `result` that notes its values in `seen`."""
 
     def result(*args: Any, **kwargs: Any) -> Any:
         value = type(metric).result(metric, *args, **kwargs)
-        for key, each in value.items() if isinstance(value, dict) else [(None, value)]:
-            seen[id(each)] = metric, key, each
+        seen.update({id(each): (metric, key, each) for key, each in _values_in(value)})
         return value
 
     return result
+
+
+def _values_in(result: Any, key: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the values of a metric's result, which may be a dict: of compiled metrics one of dicts."""
+    if isinstance(result, dict):
+        for name, each in result.items():
+            yield from _values_in(each, (*key, name))
+    else:
+        yield key, result
 
 
 def metrics_of(model: Any) -> list[Any]:

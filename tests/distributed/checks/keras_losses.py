@@ -132,6 +132,26 @@ def target_in_a_list() -> Case:
     return perceptron(), {"loss": "mse"}, (X, [VALUES])
 
 
+class Errors(keras.metrics.Metric):
+    """Gives two values, one of which is a variable that it sums."""
+
+    def __init__(self) -> None:
+        super().__init__(name="of_errors")
+        self.total = self.add_weight(name="total", initializer="zeros")
+        self.count = self.add_weight(name="count", initializer="zeros")
+
+    def update_state(self, y: Any, p: Any, sample_weight: Any = None) -> None:
+        self.total.assign_add(keras.ops.sum(keras.ops.abs(y - p)))
+        self.count.assign_add(keras.ops.size(y))
+
+    def result(self) -> dict[str, Any]:
+        return {"mean_error": self.total / self.count, "total_error": self.total + 0.0}
+
+
+def metric_of_several_values() -> Case:
+    return perceptron(), {"loss": "mse", "metrics": ["mae", Errors()], "weighted_metrics": [Errors()]}, (X, VALUES)
+
+
 def metric_along_an_axis() -> Case:
     metrics = [keras.metrics.CosineSimilarity(axis=1), keras.metrics.R2Score()]
     return perceptron(), {"loss": "mse", "metrics": metrics}, (X, VALUES)
@@ -171,6 +191,7 @@ EXACT = (
     sum_that_a_layer_adds,
     value_of_each_sample_that_a_layer_adds,
     target_in_a_list,
+    metric_of_several_values,
     metric_along_an_axis,
 )
 """Cases that are equal with accumulation, too."""
@@ -179,6 +200,7 @@ OF_EVERY_KIND = (
     mean_of_weights,
     mean_over_the_batch,
     sum_that_a_layer_adds,
+    metric_of_several_values,
 )
 """Divided by labels, by weights, by the loss itself, and not at all."""
 
