@@ -36,7 +36,6 @@ from hvdtrain.bench.plots import Bars, bars
 from hvdtrain.bench.results import Spread
 from hvdtrain.bench.script import Script, started
 from hvdtrain.bench.timing import in_turn, window
-from hvdtrain.runtime.session import current
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -91,10 +90,17 @@ def exchanges(backend: Any) -> dict[str, Callable[[], Any]]:
     return {f"{route} {kind}": exchange(route, kind) for route in routes for kind in ("none", "bf16", "fp16")}
 
 
-def variants_of(what: str, controller: str | None) -> dict[str, dict[str, Any]]:
-    """Return the options to measure for a model; those with servers need MPI."""
+def variants_of(what: str, served: bool) -> dict[str, dict[str, Any]]:
+    """Return the options to measure for a model, with servers or without."""
     chosen = {name: VARIANTS[name] for name in ("alone", "defaults")} | TABLE_RULES if what == "tables" else VARIANTS
-    return {name: options for name, options in chosen.items() if controller == "mpi" or "update" not in options}
+    return {name: options for name, options in chosen.items() if ("update" in options) is served}
+
+
+def measure_served(what: str, rounds: int) -> dict[str, Any]:
+    """Return the times of the rules with servers, which listen all the time: the others have a launch of their own."""
+    backend, _, gather = started()
+    steps = {name: ours(what, backend, MODELS[what][4], options) for name, options in variants_of(what, True).items()}
+    return {"ms": in_turn({name: partial(window, step, WINDOW) for name, step in steps.items()}, rounds, gather)}
 
 
 def measure_ours(what: str, rounds: int) -> dict[str, Any]:
@@ -105,7 +111,7 @@ def measure_ours(what: str, rounds: int) -> dict[str, Any]:
     else:
         steps = {
             name: ours(what, alone if name == "alone" else backend, MODELS[what][4], options)
-            for name, options in variants_of(what, current().environment.controller).items()
+            for name, options in variants_of(what, False).items()
         }
         sides = {name: partial(window, step, WINDOW) for name, step in steps.items()}
     if backend.primary:
@@ -215,7 +221,10 @@ def measure_cases(script: Script, options: Any, layout: str, found: Any) -> dict
     for controller in options.controllers:
         for what in options.what:
             words, jobs = command(controller, *LAYOUTS[layout]), []
-            for side in (measure_plain, measure_ours):
+            served = (
+                [measure_served] if controller == "mpirun" and what != "exchange" and variants_of(what, True) else []
+            )
+            for side in (measure_plain, measure_ours, *served):
                 job = script.job(side.__name__, side, before=words, what=what, rounds=options.rounds)
                 jobs.append(replace(job, setting={"layout": layout, "controller": controller, "what": what}))
             runs = script.measure(jobs, options.launches, launched=partial(launched, found))
@@ -223,7 +232,7 @@ def measure_cases(script: Script, options: Any, layout: str, found: Any) -> dict
             for taken in (taken for run in runs for taken in run.figure("ms")):
                 for side, values in taken.items():
                     times.setdefault(side, []).extend(values)
-            if len(runs) == 2:
+            if len(runs) == len(jobs):
                 ratios = report(layout, controller, what, times, link)
                 if what != "exchange":
                     cases[f"{what}, {layout}, {controller}"] = ratios
@@ -234,7 +243,7 @@ def main() -> int:
     if sys.argv[1:2] in (["--receive"], ["--send"]):
         (receive if sys.argv[1] == "--receive" else send)(sys.argv[2])
         return 0
-    script = Script(__doc__, measure_plain, measure_ours, rounds=3)
+    script = Script(__doc__, measure_plain, measure_ours, measure_served, rounds=3)
     whats = ("exchange", "lm", "mlp", "tables")
     script.add_argument("--layouts", nargs="+", choices=tuple(LAYOUTS), default=list(LAYOUTS))
     script.add_argument("--controllers", nargs="+", choices=("mpirun", "gloo"), default=["mpirun", "gloo"])
