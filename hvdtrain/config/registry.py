@@ -13,7 +13,7 @@ def suggestion(name: str, known: Mapping[str, str]) -> str:
     """Return " Perhaps you meant: X." for a near miss, else " Available: …", or "" if `known` is empty."""
     if not known:
         return ""
-    near = difflib.get_close_matches(name, known, n=1)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f" Perhaps you meant: {near[0]}." if near else f" Available: {', '.join(sorted(known))}."
 
 
