@@ -43,7 +43,7 @@ class ObservabilityConfig:
     """Logging, event files, traces and metrics of a run."""
 
     log_every: int = option(10, "[1, inf)")
-    """Steps between two measured ones, which metrics.jsonl has all; the terminal shows one every two seconds."""
+    """Steps between two that metrics.jsonl has; of these a terminal shows at most one in two seconds."""
     tensorboard: bool = flag(True)
     """Write TensorBoard event files."""
     plots: bool = flag(True)
