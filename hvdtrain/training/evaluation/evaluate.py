@@ -104,13 +104,14 @@ class Evaluation:
 
     def as_keras(self, model: Any) -> "Scores | Score":
         """Return what `evaluate` of `model` returns: a number, or a list of several."""
-        values = as_keras_returns(model, self.as_dict())
+        found = self.as_dict()
+        values = as_keras_returns(model, found)
         scores = Scores(values) if isinstance(values, list) else Score(values)
-        scores.evaluation = self
+        scores.evaluation, scores.names = self, as_keras_returns(model, {name: name for name in found})
         return scores
 
 
-def as_keras_returns(model: Any, results: Mapping[str, Any]) -> float | list[Any]:
+def as_keras_returns(model: Any, results: Mapping[str, Any]) -> Any:
     """Return results by name as Keras returns them: a number, or a list of several."""
     values = flatten_results(model, dict(results))
     return values if isinstance(values, float) else list(tf.nest.flatten(values))
@@ -130,6 +131,8 @@ class _Named:
     """Access by name, in addition to what Keras' `evaluate` returns."""
 
     evaluation: Evaluation
+    names: list[str]
+    """Of the numbers, in their order: of several outputs, the losses come before the metrics."""
 
     @property
     def loss(self) -> float | None:
@@ -165,8 +168,8 @@ class Scores(_Named, list[Any]):
         return self.as_dict()[place] if isinstance(place, str) else super().__getitem__(place)
 
     def __repr__(self) -> str:
-        named = self.as_dict()
-        return f"{super().__repr__()} ({', '.join(named)})" if len(named) == len(self) else super().__repr__()
+        values = super().__repr__()
+        return f"{values} ({', '.join(self.names)})" if len(self.names) == len(self) else values
 
 
 def is_stopped(model: Any, attribute: str, ranks: int) -> bool:

@@ -387,6 +387,20 @@ def test_evaluate_gives_what_keras_users_read(capsys):
     assert capsys.readouterr().out == f"evaluation  loss {loss:.4f}  accuracy {accuracy:.4f}\n"
 
 
+def test_scores_are_named_in_their_order():
+    inputs = keras.Input((4,))
+    outputs = {name: keras.layers.Dense(1, name=name)(inputs) for name in ("price", "sold")}
+    metrics = {"price": [keras.metrics.MeanAbsoluteError("mae")], "sold": [keras.metrics.AUC(name="auc")]}
+    loss = {"price": "mse", "sold": keras.losses.BinaryCrossentropy(from_logits=True)}
+    trainer = Trainer(keras.Model(inputs, outputs), "sgd", loss, metrics)
+    rng = np.random.default_rng(1)
+    targets = {"price": rng.random((16, 1)), "sold": rng.integers(0, 2, (16, 1))}
+    scores = trainer.evaluate(rng.random((16, 4)), targets, verbose=0)
+    assert scores.names == ["loss", "price_loss", "sold_loss", "price_mae", "sold_auc"]
+    assert [scores[name] for name in scores.names] == list(scores)
+    assert repr(scores).endswith("(loss, price_loss, sold_loss, price_mae, sold_auc)")
+
+
 class Heard(keras.callbacks.Callback):
     """Notes every call in its order, with the names in its logs."""
 
