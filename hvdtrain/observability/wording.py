@@ -175,9 +175,7 @@ def _named(summary: Mapping[str, Any], names: Iterable[str]) -> str:
 def _time(summary: Mapping[str, Any]) -> str:
     wall, speed = summary.get("wall_seconds"), summary.get("samples_per_second")
     median = (summary.get("step_ms") or {}).get("median")
-    parts = [
-        duration(wall) if wall is not None else "",
-        rate(speed) if speed is not None else "",
-        f"{milliseconds(median)} ms per step" if median is not None else "",
-    ]
-    return ", ".join(part for part in parts if part)
+    parts = [duration(wall)] if wall is not None else []
+    if median is not None and speed is not None:
+        parts.append(f"median step {milliseconds(median)} ms ({rate(speed)})")
+    return ", ".join(parts)

@@ -149,7 +149,7 @@ def test_the_last_step_is_said_before_its_evaluation_and_the_results(
         "epoch 10/10  loss 0.0811  accuracy 0.9772  val_loss 0.0734  val_accuracy 0.9778",
         "validation  accuracy 0.9778, loss 0.0734",
         "training    loss 0.0312",
-        "time        1:02:03, 14210 samples/s, 4.31 ms per step",
+        "time        1:02:03, median step 4.31 ms (14210 samples/s)",
         "run folder  runs/one",
     ]
 
