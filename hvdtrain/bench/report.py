@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.bench.results import LEAST_ROUNDS, NOTHING, Comparison, Refused, Results, Run, Spread, spread, verdict
-from hvdtrain.config.registry import resolve
-from hvdtrain.data.sources.extras import optional_package
+from hvdtrain.config.registry import optional_package, resolve
 from hvdtrain.observability.summary import replace_file
 
 SECTIONS = {

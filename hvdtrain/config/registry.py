@@ -53,3 +53,24 @@ def _fits(value: Any, default: Any) -> bool:
     if isinstance(default, float):
         return isinstance(value, int | float)
     return not isinstance(default, int | str) or isinstance(value, type(default))
+
+
+def optional_package(module: str, extra: str, need: str) -> Any:
+    """Import `module` of an optional package.
+
+    Args:
+        module: the module to import.
+        extra: the extra of hvdtrain that installs it.
+        need: the option that needs it, as the user wrote it.
+
+    Raises:
+        ConfigError: it is not installed; names the command that installs it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module.partition(".")[0]:
+            raise  # it is there, and lacks something itself
+        raise ConfigError(
+            f"{need} needs the package {error.name}, which is not installed: pip install 'hvdtrain[{extra}]'"
+        ) from None

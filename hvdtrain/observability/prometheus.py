@@ -7,6 +7,7 @@ from typing import Any
 
 from hvdtrain.config.errors import ConfigError, on_command_line
 from hvdtrain.config.observability import LOOPBACK
+from hvdtrain.config.registry import optional_package
 from hvdtrain.observability.events import EpochRecord, EvaluationRecord, Observer, RunInfo, StepRecord
 from hvdtrain.observability.wording import with_loss
 from hvdtrain.runtime.logs import LOGGER
@@ -53,12 +54,7 @@ class PrometheusExporter(Observer):
     """
 
     def __init__(self, port: int, host: str, extra: Extra = dict) -> None:
-        try:
-            import prometheus_client
-        except ImportError as error:
-            raise ConfigError(
-                "--metrics-port needs the package prometheus_client: pip install 'hvdtrain[prometheus]'"
-            ) from error
+        prometheus_client = optional_package("prometheus_client", "prometheus", "--metrics-port")
         self._figures: dict[str, Any] = {}
         self._metrics: dict[str, dict[str, Any]] = {"train": {}, "validation": {}}
         self._info: RunInfo | None = None

@@ -17,12 +17,11 @@ import tensorflow as tf
 
 from hvdtrain.compat import fingerprint_of
 from hvdtrain.config.errors import ConfigError, DataError
-from hvdtrain.config.registry import suggestion
+from hvdtrain.config.registry import optional_package, suggestion
 from hvdtrain.data.arrays import check_range, given_or_held_out
 from hvdtrain.data.files import find_data
 from hvdtrain.data.source import DataSplits, gathered_in_python
 from hvdtrain.data.sources.class_folders import HELD
-from hvdtrain.data.sources.extras import optional_package
 from hvdtrain.data.sources.images import image_splits
 
 Row = Mapping[str, Any]

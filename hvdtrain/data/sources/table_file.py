@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.config.errors import DataError
-from hvdtrain.data.sources.extras import optional_package
+from hvdtrain.config.registry import optional_package
 
 JSON_LINES = (".jsonl", ".ndjson")
 PARQUET = (".parquet", ".pq")

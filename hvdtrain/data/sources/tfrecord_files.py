@@ -27,6 +27,7 @@ import tensorflow as tf
 from google.protobuf.message import DecodeError
 
 from hvdtrain.config.errors import DataError
+from hvdtrain.config.registry import optional_package
 from hvdtrain.data.blobs import Blobs
 from hvdtrain.data.files import (
     DATA_VARIABLE,
@@ -39,7 +40,6 @@ from hvdtrain.data.files import (
     writing_into,
 )
 from hvdtrain.data.sources.class_folders import is_image
-from hvdtrain.data.sources.extras import optional_package
 
 INDEXED_AT_ONCE = 8
 """Files indexed at a time: on a network file system that is waiting, not work."""

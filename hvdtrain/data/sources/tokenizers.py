@@ -9,10 +9,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from hvdtrain.config.errors import ConfigError, DataError
-from hvdtrain.config.registry import suggestion
+from hvdtrain.config.registry import optional_package, suggestion
 from hvdtrain.data.files import cache_folder, made_once
 from hvdtrain.data.preprocessing import TextInputs
-from hvdtrain.data.sources.extras import optional_package
 
 NAMES = ("bytes", "chars", "sentencepiece")
 PIECES = 2048

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.gradients.reduction import Gradient
+
 HEADER = np.dtype([("kind", "i8"), ("step", "i8"), ("version", "i8"), ("share", "f8"), ("weight", "f8")])
 """First part of every message.
 
@@ -88,3 +90,36 @@ def owners_of(sizes: Mapping[str, int], servers: int) -> dict[str, int]:
         owners[path] = owner
         load[owner] += sizes[path]
     return {path: owners[path] for path in sizes}
+
+
+class Outgoing:
+    """A worker's gradients for one server, from the compiled step to the messages."""
+
+    def __init__(self, layout: ServerLayout) -> None:
+        self._flats = [tf.Variable(np.zeros_like(flat), trainable=False) for flat in layout.flat_buffers(layout.dense)]
+        self._rows = [
+            (
+                tf.Variable(np.zeros(0, np.int64), shape=[None], trainable=False),
+                tf.Variable(np.zeros((0, *e.shape[1:]), e.dtype), shape=[None, *e.shape[1:]], trainable=False),
+            )
+            for e in layout.sparse
+        ]
+
+    def keep(self, layout: ServerLayout, gradients: Mapping[str, Gradient]) -> None:
+        """Keep a step's gradients, by path."""
+        for kept, flat in zip(self._flats, layout.flat(layout.dense, gradients), strict=True):
+            kept.assign(flat)
+        for entry, (indices, values) in zip(layout.sparse, self._rows, strict=True):
+            indices.assign(tf.cast(gradients[entry.path].indices, tf.int64))
+            values.assign(gradients[entry.path].values)
+
+    def read(self) -> list[tf.Tensor]:
+        """Return them as tensors, in a compiled function."""
+        return [each.read_value() for each in (*self._flats, *(each for pair in self._rows for each in pair))]
+
+    def arrays(self, tensors: Sequence[tf.Tensor]) -> list[np.ndarray]:
+        """Return the result of `read` as it travels."""
+        arrays = [each.numpy() for each in tensors]
+        flats, rows = arrays[: len(self._flats)], arrays[len(self._flats) :]
+        counts = [np.array([len(indices) for indices in rows[::2]])] if rows else []
+        return [*flats, *counts, *rows]

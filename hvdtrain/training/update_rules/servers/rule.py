@@ -38,8 +38,7 @@ from hvdtrain.training.step.finite import zero_if_finite
 from hvdtrain.training.update_rules.base import UpdateRule
 from hvdtrain.training.update_rules.local_sgd import LocalTotals, unique_rows
 from hvdtrain.training.update_rules.servers.connection import Connection, Pulled
-from hvdtrain.training.update_rules.servers.layout import Entry, ServerLayout, owners_of
-from hvdtrain.training.update_rules.servers.outgoing import Outgoing
+from hvdtrain.training.update_rules.servers.layout import Entry, Outgoing, ServerLayout, owners_of
 from hvdtrain.training.update_rules.servers.pace import PacedData, PacedStep, Slice, shares_slices
 from hvdtrain.training.update_rules.servers.record import Event, check_writable, described, recorded
 from hvdtrain.training.update_rules.servers.server import Server

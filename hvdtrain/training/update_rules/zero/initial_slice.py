@@ -4,11 +4,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.compat.keras_variables import LazyVariable, declared_dtype
+from hvdtrain.compat.keras_variables import LazyVariable, declared_dtype, is_inferring_shapes
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.state.initial_values import checksum, initial_value
 from hvdtrain.state.variables import fill_memory, free_memory, unwrap
-from hvdtrain.training.update_rules.zero.out_of_reach import out_of_reach
 
 _ATTRIBUTE = "_hvdtrain_initial_slice"
 
@@ -101,3 +100,20 @@ def taken_slice(variable: Any) -> InitialSlice | None:
     if found is not None:
         del vars(variable)[_ATTRIBUTE]
     return found
+
+
+def out_of_reach(kind: type) -> type:
+    """Return a Keras variable subclass that refuses reads and assignments."""
+
+    def refuse(variable: Any, *arguments: Any, **named: Any) -> Any:
+        raise ConfigError(
+            f"Before the first step and between two steps {opt('zero', 3)} keeps slices of the parameters. Received: a "
+            f"look at, or an assignment to, all of {variable.path}, as after a training that ended with an error. Call "
+            "trainer.consolidate() on every rank before."
+        )
+
+    def value(variable: Any) -> Any:
+        return kind.value.fget(variable) if is_inferring_shapes() else refuse(variable)  # type: ignore[attr-defined]
+
+    members = {"__array__": refuse, "numpy": refuse, "assign": refuse, "value": property(value)}
+    return type(kind.__name__, (kind,), members)

@@ -11,8 +11,7 @@ from hvdtrain.compat.keras_variables import rename
 from hvdtrain.runtime.placement import extent_within, placement_of
 from hvdtrain.state.named_tensors import NamedTensor
 from hvdtrain.state.variables import fill_memory, free_memory, unwrap
-from hvdtrain.training.update_rules.zero.initial_slice import taken_slice
-from hvdtrain.training.update_rules.zero.out_of_reach import out_of_reach
+from hvdtrain.training.update_rules.zero.initial_slice import out_of_reach, taken_slice
 
 SMALL_BYTES = 64 * 1024
 """Variables up to this size stay full: an all-reduce of 64 KB takes as long as one of 1 KB, over MPI and Gloo."""

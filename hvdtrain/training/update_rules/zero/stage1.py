@@ -31,7 +31,7 @@ from hvdtrain.training.update_rules.base import UpdateRule
 from hvdtrain.training.update_rules.split_model import SplitModel, overflowing_together
 from hvdtrain.training.update_rules.zero.reducer import OF_SUMS, ScatterReducer
 from hvdtrain.training.update_rules.zero.shards import Shard, stays_whole
-from hvdtrain.training.update_rules.zero.slice_updates import has_lean_update, slice_updates
+from hvdtrain.training.update_rules.zero.window import has_lean_update, slice_updates
 
 STAGES = {
     "1": "hvdtrain.training.update_rules.zero.stage1:ZeroUpdate",

@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from hvdtrain.config.data import DataConfig
 from hvdtrain.config.errors import ConfigError, DataError
+from hvdtrain.config.registry import optional_package
 from hvdtrain.data.registry import load_splits
-from hvdtrain.data.sources.extras import optional_package
 from hvdtrain.data.sources.rows import RowSource
 
 COUNT = 30
