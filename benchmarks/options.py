@@ -12,7 +12,7 @@ that they see the same machine:
     precision, compression: one microbatch, as in `plain`, with that option
     metrics       one microbatch, with the accuracy counted in each step, as `fit` does
     zero=S, local_steps=N: with --rules, one microbatch and that update rule, against the all-reduce (`accumulate=1`);
-                  of `tables`, update=hybrid and the ways to reduce rows
+                  of `tables` and `dlrm`, update=hybrid and the ways to reduce rows
 
 All are given hvdtrain's settings of the exchange. A window's time is that of the slowest rank; reported are medians
 over the rounds, per microbatch, their ratios to `plain` or to the all-reduce in the same round, and the bytes that a
@@ -39,8 +39,11 @@ MODELS = {
     "lm": ("transformer", {"depth": 6, "width": 320, "heads": 5}, (128,), 8192, 4),
     "resnet20": ("resnet", {}, (32, 32, 3), 10, 32),
     "tables": ("", {"rows": 400_000, "width": 32}, (16,), 2, 256),
+    "dlrm": ("dlrm", {"rows": 100_000}, {"numeric": (13,), "categorical": (26,)}, 2, 256),
 }
 """Family, its arguments, shape of a sample, classes, samples of a microbatch on each rank."""
+WITH_TABLES = ("tables", "dlrm")
+"""Rows are looked up by Zipf's law: 16 a sample in one table, or one in each of 26."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "alone": {},
     "accumulate=1": {},
@@ -68,7 +71,7 @@ TABLE_RULES: dict[str, dict[str, Any]] = {
     "sparse_gradients=gather": {"sparse_gradients": "gather"},
     "sparse_gradients=dense": {"sparse_gradients": "dense"},
 }
-"""In their place for `tables`, a table of which 16 rows a sample are looked up, by Zipf's law."""
+"""In their place for models with tables."""
 OPTIMIZERS = {"sgd": ("SGD", {}), "momentum": ("SGD", {"momentum": 0.9}), "adam": ("Adam", {})}
 MEMORY: dict[str, tuple[str, dict[str, Any]]] = {
     "mlp": ("mlp", {}),
@@ -82,15 +85,17 @@ CHOICES = VARIANTS | RULES | TABLE_RULES
 MEMORY_BATCH = {"mlp": 32, "lm": 32, "resnet20": 512}
 
 
-def samples(name: str, count: int) -> tuple[np.ndarray, np.ndarray]:
-    _, _, shape, classes, _ = MODELS[name]
+def samples(name: str, count: int) -> tuple[Any, np.ndarray]:
+    _, arguments, shape, classes, _ = MODELS[name]
     rng = np.random.default_rng(0)
     if name == "lm":
         tokens = rng.integers(0, classes, (count, shape[0] + 1), dtype=np.int32)
         return tokens[:, :-1], tokens[:, 1:]
-    if name == "tables":
-        rows = MODELS[name][1]["rows"]
-        return ((rng.zipf(1.05, (count, *shape)) - 1) % rows).astype(np.int32), rng.integers(0, classes, count)
+    if name in WITH_TABLES:
+        looked_up = shape["categorical"] if name == "dlrm" else shape
+        ids = ((rng.zipf(1.05, (count, *looked_up)) - 1) % arguments["rows"]).astype(np.int32)
+        numbers = rng.standard_normal((count, 13), dtype=np.float32)
+        return {"numeric": numbers, "categorical": ids} if name == "dlrm" else ids, rng.integers(0, classes, count)
     return rng.standard_normal((count, *shape), dtype=np.float32), rng.integers(0, classes, count, dtype=np.int32)
 
 
@@ -109,6 +114,13 @@ def build(name: str) -> Any:
     return build_model(ModelConfig(family, arguments), shape, classes, 0)
 
 
+def loss_of(name: str) -> Any:
+    import keras
+
+    kind = keras.losses.BinaryCrossentropy if name == "dlrm" else keras.losses.SparseCategoricalCrossentropy
+    return kind(from_logits=True)
+
+
 def plain(name: str) -> Callable[[], Any]:
     """Return the step of a hand-written loop, as Horovod's documentation has it."""
     import horovod.tensorflow as hvd
@@ -119,9 +131,8 @@ def plain(name: str) -> Callable[[], Any]:
 
     model, optimizer = build(name), keras.optimizers.SGD(0.01)
     optimizer.build(model.trainable_variables)
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    step = plain_step(model, optimizer, loss, hvd.DistributedGradientTape)
-    x, y = map(tf.constant, samples(name, MODELS[name][4]))
+    step = plain_step(model, optimizer, loss_of(name), hvd.DistributedGradientTape)
+    x, y = tf.nest.map_structure(tf.constant, samples(name, MODELS[name][4]))
     return lambda: step(x, y)
 
 
@@ -132,9 +143,8 @@ def ours(name: str, backend: Any, microbatch: int, options: dict[str, Any], opti
     import hvdtrain
     from hvdtrain.training.inputs import training_data
 
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     made = optimizer or keras.optimizers.SGD(0.01)
-    trainer = hvdtrain.Trainer(lambda: build(name), made, loss, backend=backend, **options)
+    trainer = hvdtrain.Trainer(lambda: build(name), made, loss_of(name), backend=backend, **options)
     count = microbatch * trainer.options.accumulate * backend.size
     data = training_data(samples(name, count), backend, batch=count, seed=0, shuffle=False, steps_per_epoch=None)
     trainer.build(data)
@@ -218,7 +228,7 @@ def main() -> int:
     base = "accumulate=1" if options.rules else "plain"
     given = {"steps": options.steps or (16 if options.rules else 4), "rounds": options.rounds}
     for name, optimizer, controller in product(options.models, options.optimizers, options.controllers):
-        rules = TABLE_RULES if name == "tables" else RULES
+        rules = TABLE_RULES if name in WITH_TABLES else RULES
         variants = ["accumulate=1", *rules, "alone"] if options.rules else options.variants
         given |= {"model": name, "optimizer": optimizer, "variants": variants}
         job = script.job("in turn", measure, controller=controller, ranks=options.ranks, **given)

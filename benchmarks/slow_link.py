@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from options import MODELS, TABLE_RULES, ours, plain
+from options import MODELS, TABLE_RULES, WITH_TABLES, ours, plain
 
 from hvdtrain.bench.engine import WORD, Answer, Job, LaunchFailed, reason_of
 from hvdtrain.bench.plots import Bars, bars
@@ -92,7 +92,8 @@ def exchanges(backend: Any) -> dict[str, Callable[[], Any]]:
 
 def variants_of(what: str, served: bool) -> dict[str, dict[str, Any]]:
     """Return the options to measure for a model, with servers or without."""
-    chosen = {name: VARIANTS[name] for name in ("alone", "defaults")} | TABLE_RULES if what == "tables" else VARIANTS
+    few = {name: VARIANTS[name] for name in ("alone", "defaults")}
+    chosen = few | TABLE_RULES if what in WITH_TABLES else VARIANTS
     return {name: options for name, options in chosen.items() if ("update" in options) is served}
 
 
@@ -244,7 +245,7 @@ def main() -> int:
         (receive if sys.argv[1] == "--receive" else send)(sys.argv[2])
         return 0
     script = Script(__doc__, measure_plain, measure_ours, measure_served, rounds=3)
-    whats = ("exchange", "lm", "mlp", "tables")
+    whats = ("exchange", "lm", "mlp", *WITH_TABLES)
     script.add_argument("--layouts", nargs="+", choices=tuple(LAYOUTS), default=list(LAYOUTS))
     script.add_argument("--controllers", nargs="+", choices=("mpirun", "gloo"), default=["mpirun", "gloo"])
     script.add_argument("--what", nargs="+", choices=whats, default=list(whats))
