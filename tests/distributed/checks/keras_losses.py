@@ -247,7 +247,8 @@ def check_losses_of_every_kind_are_those_of_keras(world: World) -> None:
         assert_same(world, case)
 
 
-@worlds("mpirun-2", "gloo-2")
+@worlds("mpirun-2")
+@worlds("gloo-2", extended=True)
 def check_cross_entropies_in_any_form_are_those_of_keras(world: World) -> None:
     """With few classes and with many, which are computed in another way."""
     for name in FORMS:
