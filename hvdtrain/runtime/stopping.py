@@ -150,7 +150,7 @@ class StopAgreement:
             self._signal = min(signals)  # SIGINT before all others
             self._changed.notify_all()
         if self._control.rank == 0:
-            LOGGER.info(f"{signal.Signals(self._signal).name}: all ranks stop after step {self._stop}, and save it.")
+            LOGGER.info(f"{signal.Signals(self._signal).name}: all ranks stop after step {self._stop}, to save it.")
         return True
 
     def _posts(self, deadline: float) -> Mapping[int, bytes] | None:

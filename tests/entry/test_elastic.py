@@ -77,7 +77,7 @@ def test_a_run_goes_on_without_a_silent_rank_and_with_another_and_is_pre_empted(
     # Which of the two hosts has rank 0 is chance.
     silent = r"horovodrun: the rank (localhost|127\.0\.0\.1)\[0\] has given no sign of life for \d+ s"
     assert re.search(silent, job.text), job.text[-6000:]
-    end = int(re.search(r"SIGTERM: all ranks stop after step (\d+), and save it", job.text)[1])
+    end = int(re.search(r"SIGTERM: all ranks stop after step (\d+), to save it", job.text)[1])
     assert f"interrupted at step {end} of {STEPS}. Resume from step {end} with:" in job.text, "by rank 0 of now"
     assert 10 < lost < come < end < STEPS
     assert lost % 10 == come % 10 == 0

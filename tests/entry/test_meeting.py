@@ -120,7 +120,7 @@ def test_pods_that_are_taken_away_and_started_again_train_as_horovodrun_does(tmp
     with Pods(words, tmp_path) as pods:
         assert pods.end() == [0, 0], pods.text[-3000:]
     assert "backend     horovod (gloo), 2 ranks by kubernetes" in first
-    assert len(re.findall(r"SIGTERM: all ranks stop after step \d+, and save it", first)) == 1
+    assert len(re.findall(r"SIGTERM: all ranks stop after step \d+, to save it", first)) == 1
     hvdtrain("gloo", 2, *WORDS[2:], "--run-dir", "whole", cwd=tmp_path)
     assert hash_of(tmp_path / "run") == hash_of(tmp_path / "whole"), "the same to the last bit"
     for file in (tmp_path / "run").rglob("*"):

@@ -65,7 +65,7 @@ def job_of(controller, size, words, cwd):
 
 def saved_step(text):
     """The step of which all ranks say that they stop there; it is the one that is saved, and named at the end."""
-    step = int(re.search(r"all ranks stop after step (\d+), and save it", text)[1])
+    step = int(re.search(r"all ranks stop after step (\d+), to save it", text)[1])
     assert len(re.findall(rf"hvdtrain: interrupted at step {step} of \d+\.", text)) == 1, text[-3000:]
     assert "Traceback" not in text, text[-3000:]
     return step

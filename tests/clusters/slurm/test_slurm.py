@@ -163,7 +163,7 @@ def test_a_job_that_is_cancelled_saves_and_is_not_queued_again(cluster):
     cluster.wait_for_text(job, "epoch     2/10000")
     cluster.run("scancel", job)
     assert cluster.wait_for_end(job)["JobState"] == "CANCELLED"
-    found = re.search(r"SIGTERM: all ranks stop after step (\d+), and save it", cluster.log(job))
+    found = re.search(r"SIGTERM: all ranks stop after step (\d+), to save it", cluster.log(job))
     assert found is not None, cluster.log(job)[-3000:]
     step = int(found[1])
     saved = complete(cluster.work / "runs" / f"cancelled-{job}" / "checkpoints")
@@ -182,7 +182,7 @@ def test_a_job_that_reaches_its_time_limit_goes_on_to_the_result_of_one_that_doe
     text = cluster.log(struck)
     assert "horovod (gloo), 2 ranks by srun" in text
     assert f"horovod ({by}), 2 ranks by srun" in cluster.log(whole)
-    step = int(re.search(r"SIGUSR1: all ranks stop after step (\d+), and save it", text)[1])
+    step = int(re.search(r"SIGUSR1: all ranks stop after step (\d+), to save it", text)[1])
     found = summary_of(cluster.work / "runs" / f"struck-{struck}")
     assert found["resumed_from"] >= step > 0
     assert found["parameter_hash"] == summary_of(cluster.work / "runs" / f"whole-{whole}")["parameter_hash"]

@@ -46,7 +46,7 @@ def test_all_stop_after_the_same_step_that_none_has_to_skip(capsys, who):
     assert len({rank.last for rank in ranks}) == 1
     assert 20 < ranks[0].last < TOTAL - 1
     assert [rank.code for rank in ranks] == [75] * 3
-    assert f"hvdtrain: SIGTERM: all ranks stop after step {ranks[0].last}, and save it." in capsys.readouterr().err
+    assert f"hvdtrain: SIGTERM: all ranks stop after step {ranks[0].last}, to save it." in capsys.readouterr().err
 
 
 @pytest.mark.extended  # 5 s of pauses
