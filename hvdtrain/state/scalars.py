@@ -58,6 +58,8 @@ class Scalars:
     """Errors of skipped training samples (--on-bad-record), by number."""
     best: dict[str, Any] | None = None
     """Best epoch so far: `metric`, `mode`, `value`, and the `step` at its end; None if not tracked."""
+    first_epoch: int = 0
+    """Passes over data before this training."""
     epochs_before: int = 0
     """Passes over the data before epoch 0 of this training; negative if `fit` started at a later epoch."""
     stopped: bool = False
@@ -80,7 +82,7 @@ class Scalars:
     def begin_training(self, initial_epoch: int = 0) -> None:
         """Start a new training with the next epoch as its `initial_epoch`; `step` continues."""
         self.step_in_epoch = 0
-        self.epochs_before = self.epoch - initial_epoch
+        self.first_epoch, self.epochs_before = self.epoch, self.epoch - initial_epoch
         self.best, self.stopped, self.data = None, False, None
         self.progress, self.bad_steps, self.recent_losses = Progress(), BadSteps(), []
 

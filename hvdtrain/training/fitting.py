@@ -12,6 +12,10 @@ from hvdtrain.config.elastic import ElasticConfig
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.facts import Facts
 from hvdtrain.config.options import check
+from hvdtrain.data.pipeline import TrainingData
+from hvdtrain.data.streams.dataset_batches import DatasetTraining
+from hvdtrain.data.streams.python_batches import GeneratorTraining
+from hvdtrain.data.streams.rank_parts import RankTraining
 from hvdtrain.runtime.interrupts import InterruptWatch
 from hvdtrain.runtime.logs import LOGGER
 from hvdtrain.runtime.session import Session, current, join_next_world
@@ -35,6 +39,9 @@ from hvdtrain.training.run_info import console_for
 class FittingTrainer(ResumableTrainer):
     """Adds `fit` to the trainer; base of `Trainer`."""
 
+    _reading: TrainingData | None = None
+    """The data of the last `fit`."""
+
     def _fit(
         self, arguments: FitArguments, commits: Commits | None = None, commit_every: int | None = None
     ) -> FitResult:
@@ -49,7 +56,10 @@ class FittingTrainer(ResumableTrainer):
             refuse_both(saved, backup)
             saved = backup.checkpoint
         check(self.options, facts=Facts(saves=saved is not None))
+        if inspect.isgenerator(arguments.x) and isinstance(self._reading, GeneratorTraining | RankTraining):
+            self._reading.settle()  # the training before may still read the same generator ahead
         data, validation = arguments.streams(self.backend, self._seed)
+        self._reading = data
         source = getattr(data, "source", None)
         if source is not None:
             self._factory.check(source)
@@ -61,6 +71,8 @@ class FittingTrainer(ResumableTrainer):
             self.broadcast_state()
         else:
             goes_on = self._begin_fit(data, arguments.initial_epoch, backup, described_data=saved is not None)
+        if isinstance(data, DatasetTraining | GeneratorTraining | RankTraining):
+            data.first_epoch = self.state.scalars.first_epoch
         plan = with_checkpoints(arguments.plan(self.state.scalars, data.steps_per_epoch), saved)
         plan = replace(plan, commit_every=commit_every)
         observers = console_for(self.backend, arguments.verbose)

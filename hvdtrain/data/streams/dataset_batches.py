@@ -46,6 +46,8 @@ class DatasetTraining:
         self._slices = _slices(dataset, cut.index, cut.size, shards)
         if cut.change is not None:
             self._slices = self._slices.map(no_autograph(partial(_changed, cut.change)))
+        self.first_epoch = 0
+        """The training's epoch in which the dataset is begun."""
         self.first_pass: FirstPass | None = None
         """The pass that counted the batches, where one had to."""
         self.pass_steps: int | None = None if starts_over else length_of(dataset)
@@ -57,6 +59,7 @@ class DatasetTraining:
         self._may_run_out = bool(steps_per_epoch and not starts_over and _unknown_length(dataset))
 
     def batches(self, start_step: int) -> Iterator[Batch]:
+        start_step -= self.first_epoch * self.steps_per_epoch
         if self.first_pass is not None and self.first_pass.kept:
             yield from map(self._with_static_values, self.first_pass.take(start_step))
             # The pass that counted is the first epoch, also where training goes on behind it.

@@ -9,7 +9,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -275,18 +275,27 @@ class GeneratorTraining:
         self.first_pass = FirstPass(map(cut, elements), cut.name)
         """The pass that counted the batches; its batches are those of the first epoch."""
         self.steps_per_epoch = steps_per_epoch or self.first_pass.count
+        self.first_epoch = 0
+        """The training's epoch in which the function is called first."""
         self.content = 0
         """Checksum of the global batches that were taken so far, but for those of the first pass."""
         self._counted = steps_per_epoch is None
+        self._ahead: list[Future[Any]] = []
+
+    def settle(self) -> None:
+        """Wait until nothing is read ahead any more: a generator object may then be read by somebody else."""
+        wait(self._ahead)
 
     def batches(self, start_step: int) -> Iterator[Batch]:
+        start_step -= self.first_epoch * self.steps_per_epoch
         # If each call yields one epoch, earlier ones need not be read.
         skipped = start_step % self.steps_per_epoch if self._counted else start_step
         if skipped < self.first_pass.count and self.first_pass.kept:
             yield from self.first_pass.take(skipped)
             skipped = 0 if self._counted else 1
         elements = itertools.islice(self._elements(), skipped, None)
-        for batch, checksum in ahead(itertools.repeat(lambda: self._cut.noted(next(elements))), limit=PREFETCH):
+        tasks = itertools.repeat(lambda: self._cut.noted(next(elements)))
+        for batch, checksum in ahead(tasks, limit=PREFETCH, begun=self._ahead):
             self.content = _continued(self.content, checksum)
             yield batch
 
@@ -443,7 +452,9 @@ def _bytes(batch: Batch) -> int:
     )
 
 
-def ahead(tasks: Iterable[Callable[[], T]], *, workers: int = 1, limit: int = 4) -> Iterator[T]:
+def ahead(
+    tasks: Iterable[Callable[[], T]], *, workers: int = 1, limit: int = 4, begun: list[Future[T]] | None = None
+) -> Iterator[T]:
     """Call `tasks` in threads and yield their results in order.
 
     How far ahead it runs depends on how many results were taken, never on timing: with one worker, tasks that draw
@@ -454,6 +465,7 @@ def ahead(tasks: Iterable[Callable[[], T]], *, workers: int = 1, limit: int = 4)
         tasks: functions to call; with one worker, one at a time.
         workers: number of threads.
         limit: results held at most.
+        begun: is given the latest calls, which may go on after the last result was taken.
     """
     remaining = iter(tasks)
     for first in remaining:
@@ -464,6 +476,8 @@ def ahead(tasks: Iterable[Callable[[], T]], *, workers: int = 1, limit: int = 4)
     try:
         for task in remaining:
             waiting.append(pool.submit(task))
+            if begun is not None:
+                begun[:] = waiting
             if len(waiting) > limit:
                 yield waiting.popleft().result()
         while waiting:

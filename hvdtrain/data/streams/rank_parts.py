@@ -15,6 +15,8 @@ from hvdtrain.backends.protocol import Backend, gather
 from hvdtrain.config.errors import DataError
 from hvdtrain.data.batch import Batch, samples_in
 from hvdtrain.data.pipeline import TrainingData
+from hvdtrain.data.streams.dataset_batches import DatasetTraining
+from hvdtrain.data.streams.python_batches import GeneratorTraining
 
 NOTE = (
     'note: shard="rank": each rank trains on its own data. Which samples form a step depends on the number of ranks, '
@@ -52,10 +54,19 @@ class RankTraining:
         self.remedy = "" if mine is None else mine.remedy
         self.source = getattr(mine, "source", None)
         """The samples of this rank, if they are in memory."""
+        self.first_epoch = 0
+        """The training's epoch in which streams are begun."""
         self._mine = mine
         self._agreed = agreed
 
+    def settle(self) -> None:
+        """Wait until nothing is read ahead any more."""
+        if isinstance(self._mine, GeneratorTraining):
+            self._mine.settle()
+
     def batches(self, start_step: int) -> Iterator[Batch]:
+        if isinstance(self._mine, DatasetTraining | GeneratorTraining):
+            self._mine.first_epoch = self.first_epoch
         epoch, within = divmod(start_step, self.steps_per_epoch)
         held = 0 if self._mine is None else self._mine.steps_per_epoch
         own = iter(()) if self._mine is None else self._mine.batches(epoch * held + min(within, held))

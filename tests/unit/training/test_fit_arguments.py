@@ -1,6 +1,7 @@
 """`fit`, `evaluate` and `predict` take what Keras' take, and do what Keras does with it."""
 
 import inspect
+import time
 
 import keras
 import numpy as np
@@ -354,6 +355,36 @@ def test_an_optional_input_may_be_none(offset):
     evaluated = trainer.evaluate(given, TARGETS, verbose=0)
     np.testing.assert_allclose(evaluated, theirs.evaluate(given, TARGETS, verbose=0), rtol=1e-5)
     np.testing.assert_allclose(trainer.predict(given), theirs.predict(given, verbose=0), rtol=1e-5)
+
+
+@pytest.mark.parametrize("stream", [tf.data.Dataset.from_tensor_slices((X, Y)).batch(8), batches])
+def test_a_second_fit_begins_a_stream_anew(stream):
+    """The steps of a training on other data are none of its own, and of its own those of another `fit` neither."""
+    trainer, model = trainer_of(), compiled()
+    for each, batch in ((trainer, {"batch": 8}), (model, {"batch_size": 8})):
+        each.fit(X, Y, epochs=2, shuffle=False, verbose=0, **batch)
+        for _ in range(2):
+            data = stream if isinstance(stream, tf.data.Dataset) or each is trainer else stream()
+            each.fit(data, epochs=1, steps_per_epoch=3, verbose=0)
+    for ours, theirs in zip(trainer.model.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_generator_object_may_be_given_again():
+    """Another thread may still read ahead in it when the first `fit` has ended."""
+    read = []
+
+    def endless():
+        while True:
+            time.sleep(0.005)
+            read.append(len(read))
+            yield X[:8], Y[:8]
+
+    trainer, generator = trainer_of(), endless()
+    for _ in range(4):
+        before = len(read)
+        trainer.fit(generator, steps_per_epoch=6, epochs=1, verbose=0)
+        assert 6 <= len(read) - before <= 6 + 2 * python_batches.PREFETCH
 
 
 class Batches(keras.utils.PyDataset):
