@@ -182,7 +182,7 @@ def _step_alone(config: Config, trainer: Trainer, here: Backend, *, mine: Batch,
     state, accumulate = trainer.state, config.training.accumulate
     samples = config.data.batch // trainer.backend.data_parallel.size
     logs = StepLogs(here, trainer.model, "train_step")
-    passes = ForwardBackward(here, state, logs, parameters=rule.parameters(state.trainable), divides=accumulate > 1)
+    passes = ForwardBackward(here, state, logs, parameters=rule.parameters(state.trainable), whole=accumulate == 1)
     step = TrainStep(
         backend=here,
         state=state,

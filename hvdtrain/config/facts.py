@@ -131,6 +131,12 @@ class Facts:
         ),
     )
     """An optimizer with a dynamic loss scale."""
+    several_optimizers: str | None = fact(
+        "an optimizer of several optimizers",
+        "{}, which takes the gradients of all variables at once",
+        excludes("update=async|hybrid", why="each server updates its own variables"),
+    )
+    """An optimizer with others for groups of variables."""
 
     @classmethod
     def on_mesh(cls, axes: Mapping[str, int], **more: Any) -> "Facts":

@@ -114,6 +114,7 @@ def model_facts(job: Facts, model: Any, optimizer: Any = None) -> Facts:
         split=_named(model) if any(placement.axes for _, placement in placed) else "",
         tied_weight=next((path for path, weight in tied if weight.trainable), ""),
         loss_scale=type(optimizer).__name__ if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else "",
+        several_optimizers=type(inner).__name__ if getattr(inner, "optimizers", ()) else "",
         whole_optimizer="" if inner is None else whole_update(inner),
         global_clipnorm=f"{type(inner).__name__}(global_clipnorm=…)" if getattr(inner, "global_clipnorm", None) else "",
     )

@@ -251,7 +251,7 @@ class KerasEvaluator:
             samples=samples / self._backend.axes.get("cp", 1),
             total=tf.cast(batch.global_samples, tf.float64),
             whole=self._backend.size == 1,
-            exchanges=True,
+            divisors="exchanged",
             kinds=self.kinds,
             of_stage=self.of_stage,
         )

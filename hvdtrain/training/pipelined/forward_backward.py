@@ -100,7 +100,7 @@ class PipelinedForwardBackward:
             samples=number_of_samples(part) / self._backend.axes.get("cp", 1),
             total=tf.cast(part.global_samples, tf.float64),
             whole=self._backend.size == 1 and self.options.accumulate == 1,
-            exchanges=not has_one_divisor(self.stage),
+            divisors="weights" if has_one_divisor(self.stage) else "exchanged",
             of_stage=True,
         )
 

@@ -28,7 +28,16 @@ from hvdtrain.training.step.batches import (
 from hvdtrain.training.step.contract import LocalGradients, Parameters, Pass
 from hvdtrain.training.step.finite import zero_if_finite
 from hvdtrain.training.step.logs import StepLogs
-from hvdtrain.training.step.loss_terms import MEANS, Gradients, Kind, Kinds, LossTerms, differentiating, has_one_divisor
+from hvdtrain.training.step.loss_terms import (
+    MEANS,
+    Divisors,
+    Gradients,
+    Kind,
+    Kinds,
+    LossTerms,
+    differentiating,
+    has_one_divisor,
+)
 from hvdtrain.training.step.patches import active, offset_seeds, replaced
 from hvdtrain.training.step.placeholder import counted, restored_if_empty, updated_statistics
 
@@ -49,7 +58,8 @@ class ForwardBackward:
         jit: compile the pass by XLA.
         parameters: what is read and differentiated for the trained variables.
         kinds: which numbers of the step are sums over samples.
-        divides: whether the samples of a step are divided, among replicas or into microbatches.
+        whole: whether a pass holds all samples of its step, and is divided by nothing else.
+        divisors: what becomes of divisors of a loss that are not the number of samples.
     """
 
     def __init__(
@@ -62,7 +72,8 @@ class ForwardBackward:
         jit: bool = False,
         parameters: Parameters | None = None,
         kinds: Kinds = MEANS,
-        divides: bool = True,
+        whole: bool = False,
+        divisors: Divisors = "exchanged",
     ) -> None:
         self._backend = backend
         self._state = state
@@ -74,7 +85,8 @@ class ForwardBackward:
         self._jit = jit
         self._parameters = parameters or Parameters(state.trainable)
         self._kinds = kinds
-        self._divides = divides
+        self._whole = whole
+        self._divisors = divisors
         self._positions = max(backend.axes.get("cp", 1), 1)
         self.reports_loss_later = False
         """Whether the loss is reported by `report_loss` once it is known over all replicas."""
@@ -95,6 +107,12 @@ class ForwardBackward:
 
         gradients, totals, expected = tf.function(compiled, autograph=False, jit_compile=True)(*batch[:5])
         return LocalGradients(gradients, totals, expected, uniform[-1])
+
+    def _divisors_of(self, model: Any) -> Divisors:
+        """Return what becomes of the divisors of a pass."""
+        if has_one_divisor(model) and not reads_outputs(model):
+            return "own" if self._divisors == "own" else "weights"
+        return "exchanged" if self._divisors == "exchanged" else "own"
 
     def report_loss(self, batch: Batch, loss: tf.Tensor) -> None:
         """Report the loss of a step over all replicas, if it was not known to a pass."""
@@ -131,8 +149,8 @@ class ForwardBackward:
             collectives=self._backend,
             samples=samples / self._positions,
             total=tf.cast(batch.global_samples, tf.float64),
-            whole=not self._divides,
-            exchanges=reads_outputs(model) or not has_one_divisor(model),
+            whole=self._whole,
+            divisors=self._divisors_of(model),
             exchangeable=not self._jit,
             kinds=self._kinds,
         )

@@ -260,7 +260,7 @@ def _formed(
         samples=number_of_samples(batch),
         total=total,
         whole=False,
-        exchanges=True,
+        divisors="exchanged",
         kinds=Kinds(batch_means=True),
     )
     with ExitStack() as stack:

@@ -29,6 +29,12 @@ from hvdtrain.training.step.patches import active, replaced
 
 Kind = Literal["mean", "sum"]
 """Whether a number is a mean over samples, or a sum."""
+Divisors = Literal["exchanged", "weights", "own"]
+"""What becomes of a divisor other than the number of samples, such as a sum of sample weights.
+
+`exchanged`: it is summed over the replicas, in the pass or, where it is the only one, as the weight of the gradients;
+`weights`: the only one becomes this weight, and nothing is exchanged; `own`: a slice is divided by its own.
+"""
 Gradients = Callable[[Any, Any, Any], Any]
 """Gradients of a target by sources, for upstream gradients or None, as of a tape."""
 
@@ -68,8 +74,8 @@ class LossTerms:
     """Whether this pass holds all samples of the step: nothing is corrected."""
     exchangeable: bool = True
     """Whether the pass can hold an exchange, which XLA cannot compile."""
-    exchanges: bool = False
-    """Whether divisors are summed over the replicas; otherwise the only one becomes the weight of the gradients."""
+    divisors: Divisors = "weights"
+    """Here `exchanged` means in this pass."""
     kinds: Kinds = MEANS
     of_stage: bool = False
     """Whether the model is a pipeline's stage, whose outputs may be shards of the whole model's."""
@@ -140,9 +146,9 @@ class LossTerms:
                 '"sum_over_batch_size", or "sum".'
             )
         divisor = divisor_of(sample_weight, mask, reduction, value.dtype)
-        if divisor is None:
+        if divisor is None or self.divisors == "own":
             return value
-        if not self.exchanges:
+        if self.divisors == "weights":
             self.weight = tf.where(self.samples > 0, tf.cast(divisor, tf.float64), tf.zeros([], tf.float64))
             return value
         if not self.exchangeable:

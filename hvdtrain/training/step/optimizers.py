@@ -180,7 +180,7 @@ class OptimizersStep(ReplicaStep):
             samples=samples,
             total=tf.cast(batch.global_samples, tf.float64),
             whole=self._backend.size == 1,
-            exchanges=True,
+            divisors="exchanged",
             kinds=self._kinds,
         )
         with offset_seeds(self._backend.index), terms.corrected(), terms.gradients_in_full():

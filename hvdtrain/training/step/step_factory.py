@@ -256,7 +256,8 @@ class KerasStepFactory:
             jit=self._options.jit,
             parameters=rule.parameters(state.trainable),
             kinds=self._kinds,
-            divides=rule.divides_batches and (self._backend.size > 1 or microbatch is not None),
+            whole=self._backend.size == 1 and microbatch is None,
+            divisors=rule.divisors,
         )
         return TrainStep(self._backend, state, passes=passes, logs=self._logs, rule=rule, microbatch=microbatch)
 

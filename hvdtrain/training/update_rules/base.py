@@ -20,6 +20,7 @@ from hvdtrain.training.options import StepOptions
 from hvdtrain.training.step.contract import CompiledStep, LocalGradients, Parameters, Totals
 from hvdtrain.training.step.finite import zero_if_finite
 from hvdtrain.training.step.guard import StepGuard
+from hvdtrain.training.step.loss_terms import Divisors
 
 
 class UpdateRule:
@@ -44,8 +45,8 @@ class UpdateRule:
     """Skips the update of a bad step; None: all updates are applied."""
     weights_agree = True
     """Whether all replicas hold the same weights and optimizer state after each step."""
-    divides_batches = True
-    """Whether a step is that of all replicas' samples together, or each takes one of its own."""
+    divisors: Divisors = "exchanged"
+    """What becomes of divisors of losses; unless they are exchanged, each replica takes steps of its own."""
     trainers: int | None = None
     """Number of the replicas that train, the first ones; None: all."""
     figures: Mapping[str, Any] = {}

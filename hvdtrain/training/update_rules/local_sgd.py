@@ -42,7 +42,7 @@ class LocalUpdate(UpdateRule):
     """
 
     weights_agree = False
-    divides_batches = False
+    divisors = "weights"
 
     def __init__(self, backend: Backend, model: Any, optimizer: Any, options: StepOptions | None = None) -> None:
         super().__init__(backend, model, optimizer, options)

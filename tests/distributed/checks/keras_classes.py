@@ -9,7 +9,7 @@ import keras
 from world import World
 from worlds import worlds
 from zoo import layers, objectives, rules, table
-from zoo.cases import ACCUMULATE, RANKS, RESTORE, SYNC, ZERO, assert_complete, public_classes, sweep
+from zoo.cases import ACCUMULATE, RANKS, RESTORE, SERVED, SYNC, ZERO, assert_complete, public_classes, sweep
 
 OF_LAUNCHERS = ("OMPI_", "PMIX_", "HOROVOD_")
 """Begin the names of variables that make a process a rank."""
@@ -78,6 +78,14 @@ def check_layers_are_restored_in_a_new_process(world: World) -> None:
 def check_options_with_rules(world: World) -> None:
     sweep(world, rules.optimizer_cases(), ACCUMULATE, ZERO, RESTORE)
     sweep(world, rules.rule_cases(), ACCUMULATE, ZERO)
+
+
+@worlds("mpirun-2", extended=True, why="every layer, loss and optimizer, updated by servers in step")
+def check_servers(world: World) -> None:
+    sweep(world, layers.cases(layers.CORE), SERVED)
+    sweep(world, rules.optimizer_cases(), SERVED)
+    sweep(world, rules.rule_cases(), SERVED)
+    sweep(world, objectives.loss_cases(), SERVED)
 
 
 @worlds("mpirun-2", extended=True, why="every loss, whose microbatches are put together")

@@ -22,12 +22,14 @@ STATES, EVALUATED = "states", "evaluated.json"
 SAMPLES, BATCH, EPOCHS = 21, 8, 2
 """Three steps an epoch, the last of five samples: three for the first of two ranks, two for the second."""
 ALWAYS, RANKS, ACCUMULATE, ZERO, SYNC, RESTORE = "always", "ranks", "accumulate", "zero", "sync", "restore"
+SERVED = "served"
 VARIATIONS: Mapping[str, Mapping[str, Any]] = {
     RANKS: {},
     ACCUMULATE: {"accumulate": 2},
     ZERO: {"zero": 3},
     SYNC: {"sync_batch_norm": True},
     RESTORE: {},
+    SERVED: {"update": "async", "max_staleness": 0},
 }
 
 

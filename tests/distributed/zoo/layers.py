@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
-from zoo.cases import ACCUMULATE, ALWAYS, RANKS, SAMPLES, SYNC, Case
+from zoo.cases import ACCUMULATE, ALWAYS, RANKS, SAMPLES, SERVED, SYNC, Case
 
 RNG = np.random.default_rng(0)
 DRAWS = "each rank draws its own random numbers"
@@ -151,7 +151,10 @@ CORE = {
     "SpectralNormalization": of(
         lambda: layers.SpectralNormalization(layers.Dense(3), power_iterations=2),
         VECTOR,
-        refused={ACCUMULATE: "every rank must hold the same weights"},  # it assigns to its kernel in each pass
+        refused={  # it assigns to its kernel in each pass
+            ACCUMULATE: "every rank must hold the same weights",
+            SERVED: "a layer that assigns to its own",
+        },
     ),
     "Subtract": of(layers.Subtract, VECTOR, VECTOR),
     "UnitNormalization": of(lambda: layers.UnitNormalization(axis=1), SEQUENCE),

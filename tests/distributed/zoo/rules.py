@@ -8,7 +8,7 @@ import keras
 import numpy as np
 from keras import callbacks, constraints, layers, optimizers, regularizers
 
-from zoo.cases import ALWAYS, SAMPLES, ZERO, Case
+from zoo.cases import ALWAYS, SAMPLES, SERVED, ZERO, Case
 
 RNG = np.random.default_rng(2)
 NUMBERS, TARGETS = RNG.integers(0, 7, (SAMPLES, 4)).astype("int32"), RNG.standard_normal((SAMPLES, 3))
@@ -62,11 +62,18 @@ UNDER_ZERO: Mapping[str, str] = {
     **dict.fromkeys(("Adafactor", "Lamb", "MultiOptimizer", "Muon", "ScheduleFreeAdamW"), WHOLE),
     **dict.fromkeys(("Adagrad", "Adam"), OWN_CLIPPING),
 }
+UNDER_SERVERS: Mapping[str, str] = {
+    "Adagrad": "each server would clip by the norm of its own variables",
+    "LossScaleOptimizer": "each worker would have a scale of its own",
+    "MultiOptimizer": "each server updates its own variables",
+    "ScheduleFreeAdamW": "has slots for whole variables already",
+}
 """Words with which an optimizer is refused."""
 
 
-def refused_under_zero(name: str) -> dict[str, str]:
-    return {ZERO: UNDER_ZERO[name]} if name in UNDER_ZERO else {}
+def refused(name: str) -> dict[str, str]:
+    tables = {ZERO: UNDER_ZERO, SERVED: UNDER_SERVERS}
+    return {variation: table[name] for variation, table in tables.items() if name in table}
 
 
 SCHEDULES: Mapping[str, Callable[[], Any]] = {
@@ -135,7 +142,7 @@ def optimizer_cases() -> dict[str, Case]:
             TARGETS,
             compiled_with(make),
             built=name == "ScheduleFreeAdamW",
-            refused=refused_under_zero(name),
+            refused=refused(name),
         )
         for name, make in OPTIMIZERS.items()
     }
@@ -147,7 +154,7 @@ def optimizer_cases() -> dict[str, Case]:
             TARGETS,
             compiled_with(OPTIMIZERS[name]),
             unequal=unequal,
-            refused=refused_under_zero(name),
+            refused=refused(name),
         )
     return {
         **found,

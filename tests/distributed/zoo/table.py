@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from zoo import layers, objectives, rules
-from zoo.cases import ACCUMULATE, ALWAYS, RANKS, RESTORE, SYNC, ZERO, Case
+from zoo.cases import ACCUMULATE, ALWAYS, RANKS, RESTORE, SERVED, SYNC, ZERO, Case
 
 PAGE = Path(__file__).parents[3] / "docs" / "keras_support.md"
 BEGIN, END = "<!-- written by tests/distributed/zoo/table.py -->\n", "<!-- end -->\n"
@@ -15,6 +15,7 @@ WHERE = {
     ZERO: "with `zero=3`",
     SYNC: "with `sync_batch_norm`",
     RESTORE: "resumed",
+    SERVED: 'with `update="async"`',
 }
 """Words for variations."""
 

@@ -45,6 +45,11 @@ def trainer(**options):
     return Trainer(options.pop("model", model)(), options.pop("optimizer", "sgd"), loss, **options)
 
 
+def two_optimizers():
+    optimizers = keras.optimizers
+    return optimizers.MultiOptimizer(optimizers.OptimizerMap(optimizers.Adam(), {".*/bias": optimizers.SGD()}))
+
+
 def synchronized():
     norm = hvdtrain.SyncBatchNormalization(name="norm")
     return keras.Sequential([keras.Input((4,)), keras.layers.Dense(4), norm])
@@ -144,6 +149,10 @@ class OwnStepOfNorms(OwnStepTwice):
         (
             {"update": "async", "optimizer": keras.optimizers.SGD(global_clipnorm=1.0)},
             "each server would clip by the norm of its own variables",
+        ),
+        (
+            {"update": "async", "optimizer": two_optimizers()},
+            "MultiOptimizer, which takes the gradients of all variables at once, does not go with update='async'",
         ),
         ({"max_staleness": 2}, "max_staleness=2 has no effect without update"),
         ({"pull_ahead": True}, "pull_ahead has no effect without update"),

@@ -38,7 +38,6 @@ class HybridUpdate(AsyncUpdate):
     """
 
     name = "hybrid"
-    divides_batches = True
     waits_when_measured = False
 
     def __init__(self, backend: Backend, model: Any, optimizer: Any, options: StepOptions | None = None) -> None:
@@ -48,7 +47,7 @@ class HybridUpdate(AsyncUpdate):
                 "create the optimizer without use_ema."
             )
         super().__init__(backend, model, optimizer, options)
-        self._bound = 0
+        self._bound, self.divisors = 0, "exchanged"
         self._reducer = WeightedReducer(backend, self._options.reduction_on(backend))
         self._served: frozenset[str] = frozenset()
 

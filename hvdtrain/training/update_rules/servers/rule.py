@@ -33,8 +33,9 @@ from hvdtrain.state.optimizers import Slot, rate_of, slot_tensors
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.state.variables import unwrap
 from hvdtrain.training.options import StepOptions
-from hvdtrain.training.step.contract import CompiledStep, LocalGradients, Measured
+from hvdtrain.training.step.contract import CompiledStep, LocalGradients, Measured, Parameters, Pass
 from hvdtrain.training.step.finite import zero_if_finite
+from hvdtrain.training.step.patches import active, replaced
 from hvdtrain.training.update_rules.base import UpdateRule
 from hvdtrain.training.update_rules.local_sgd import LocalTotals, unique_rows
 from hvdtrain.training.update_rules.servers.connection import Connection, Pulled
@@ -54,7 +55,6 @@ class AsyncUpdate(UpdateRule):
     """
 
     weights_agree = False
-    divides_batches = False
     waits_when_measured = True
     name = "async"
     """As in `--update`."""
@@ -65,6 +65,7 @@ class AsyncUpdate(UpdateRule):
         refuse_slots(optimizer, opt("update", self.name))
         self._options = options or StepOptions()
         self._bound = self._options.max_staleness
+        self.divisors = "exchanged" if self._bound == 0 else "own"
         self._workers = backend.size - self._options.servers
         self.trainers = self._workers
         self._masters = [_copy_of(variable) for variable in model.trainable_variables]
@@ -94,6 +95,10 @@ class AsyncUpdate(UpdateRule):
 
     # -- a step --
 
+    def parameters(self, trainable: Mapping[str, tf.Variable]) -> Parameters:
+        """Return parameters that layers may not assign to."""
+        return _Served(trainable, {id(v): v.path for v in self._variables}, opt("update", self.name))
+
     def update(self, local: LocalGradients, *, measure: bool) -> tuple[tf.Tensor, tf.Tensor | None]:
         """Keep this replica's mean gradient, to be pushed at the end of the step."""
         weight, expected = tf.cast(local.totals[1], tf.float64), tf.cast(local.expected_weight, tf.float64)
@@ -109,7 +114,10 @@ class AsyncUpdate(UpdateRule):
             self._lay_out(gradients)
         for layout, outgoing in zip(self._layouts, self._outbox, strict=True):
             outgoing.keep(layout, gradients)
-        return local.totals, norm if measure else None
+        totals = local.totals
+        if self.divisors == "exchanged" and not local.uniform:  # the loss is divided by the weights of all
+            totals = self._backend.all_reduce(totals, name="async//totals")
+        return totals, norm if measure else None
 
     def _lay_out(self, gradients: Mapping[str, Gradient]) -> None:
         """Decide, at the first trace, how gradients and parameters travel."""
@@ -269,7 +277,7 @@ class AsyncUpdate(UpdateRule):
             staleness.update({int(updates): count for updates, count in counts})
         slices = np.max([counts for *_, counts in everyone], 0).tolist()
         self.figures = {"staleness": dict(sorted(staleness.items())), "slices": slices}
-        if not self._backend.primary or self.divides_batches:  # in step, nothing is stale unless it was asked for
+        if not self._backend.primary or not self.waits_when_measured:  # in step, nothing is stale unless asked for
             return
         stale = f"staleness, in updates: {described(staleness)}. " if staleness else ""
         LOGGER.info(f"{stale}slices by rank: {slices}")
@@ -392,6 +400,30 @@ class AsyncUpdate(UpdateRule):
         self.optimizer.build(self._masters)
         for variable, master in zip(self._variables, self._masters, strict=True):
             set_decayed(inner, master, is_decayed(inner, variable) and is_decayed(inner, master))
+
+
+class _Served(Parameters):
+    """Parameters that servers own: what a layer assigned to them would be lost. Raises ConfigError if one does."""
+
+    def __init__(self, trainable: Mapping[str, tf.Variable], paths: Mapping[int, str], rule: str) -> None:
+        super().__init__(trainable)
+        self._paths = paths
+        self._rule = rule
+
+    @contextmanager
+    def passes(self, has_samples: tf.Tensor | float) -> Iterator[Pass]:
+        original = active(keras.Variable, "assign")
+
+        def assign(variable: Any, value: Any) -> Any:
+            if id(variable) in self._paths:
+                raise ConfigError(
+                    f"{self._rule} keeps the parameters on servers. Received: a layer that assigns to its own, "
+                    f"{self._paths[id(variable)]}, as SpectralNormalization does. Use an all-reduce."
+                )
+            return original(variable, value)
+
+        with replaced(keras.Variable, "assign", assign), super().passes(has_samples) as inner:
+            yield inner
 
 
 def changes_rows_alone(optimizer: Any) -> bool:
