@@ -3,7 +3,7 @@
     horovodrun -np 2 python examples/language_model.py --tp 2
     horovodrun -np 4 python examples/language_model.py --tp 2 --pp 2 --text book.txt
 
-Shows the loss of the next character, nearly 5 at first, 2.3 after two epochs. Every layout, and one rank, trains the same.
+Shows the loss of the next character, nearly 5 at first, 2.3 after two epochs. All layouts and one rank train alike.
 """
 
 import argparse
