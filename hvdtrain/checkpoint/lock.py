@@ -147,7 +147,8 @@ def locked(
                 made.extend(path for path in (folder, *folder.parents) if not path.exists())
                 lock.acquire()
             except OSError as error:
-                raise CheckpointError(f"{refusal.format(folder=folder)}: {error}") from error
+                why = "it is a file, and no folder." if folder.is_file() else error
+                raise CheckpointError(f"{refusal.format(folder=folder)}: {why}") from error
 
     try:
         on_every_rank(ranks, acquire)

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.config.errors import DataError, opt
+from hvdtrain.config.errors import DataError
 from hvdtrain.data.source import DataSplits, Source, batch_spec
 
 Shape = tuple[int | None, ...]
@@ -97,7 +97,7 @@ def check_targets(
     if not _alike(output_shape, shape):
         raise DataError(
             f"The model gives outputs{output} of shape {output_shape}; the targets of {source} are "
-            f"{(None, *array.shape[1:])}. See --model, {opt('loss')} and --data."
+            f"{(None, *array.shape[1:])}, which the loss cannot compare."
         )
 
 
@@ -114,7 +114,7 @@ def check_labels(labels: np.ndarray, outputs: int | None, ignored: int | None, *
     if outputs is not None and highest >= outputs:
         raise DataError(
             f"The labels of {source} reach {highest}, the model has {outputs} outputs{output}: labels count from 0, so "
-            f"it needs {highest + 1}. See --model-args and --data."
+            f"it needs {highest + 1}."
         )
 
 

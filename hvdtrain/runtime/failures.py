@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from types import FrameType
 from typing import Protocol, TextIO, TypeAlias
 
 from hvdtrain.config.errors import LaunchError, LoneRanksError, UserError, in_script
@@ -232,7 +233,9 @@ def show_failure(
     if isinstance(error, KeyboardInterrupt):
         line = f"hvdtrain: {str(error) or text}"
     elif isinstance(error, UserError | ScriptExit) or limit_reached(error) is not None:
-        line = f"hvdtrain: error: {text}" + (f" [{here}]" if rank > 0 or isinstance(error, ScriptExit) else "")
+        place = _place_in_script(error) if wording is in_script else ""
+        places = [place, here if rank > 0 or isinstance(error, ScriptExit) else ""]
+        line = f"hvdtrain: error: {text}" + (f" [{', '.join(filter(None, places))}]" if any(places) else "")
     elif remark:
         line = f"{here} was {remark}:\n{text}"
     else:
@@ -270,6 +273,19 @@ def describe(error: BaseException, wording: Wording = in_script) -> str:
     # What our own code raises may be a mistake in it.
     ours = error.__traceback__ is not None and _is_ours(traceback.extract_tb(error.__traceback__)[-1].filename)
     return text if ours else filtered(text)
+
+
+def _place_in_script(error: BaseException) -> str:
+    """Return the line of the script that met an error, `train.py:75`; empty if no script did."""
+    frames = [
+        (frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__) if _is_main(frame)
+    ]
+    return f"{os.path.basename(frames[-1][0])}:{frames[-1][1]}" if frames else ""
+
+
+def _is_main(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    return frame.f_globals.get("__name__") == "__main__" and not file.startswith("<") and not _is_ours(file)
 
 
 def _is_ours(file: str) -> bool:

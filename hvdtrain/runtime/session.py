@@ -164,7 +164,8 @@ def check_parallel(config: RuntimeConfig, environment: Environment, *, with_horo
         raise ConfigError(
             f"{opt('parallel')} needs Horovod to carry what the ranks exchange: start as many ranks as its axes have "
             f"with horovodrun or mpirun{without}; or let one process have all of the model with {opt('parallel')} "
-            f"dp=-1. Received: {config.parallel}, started by {environment.launcher}."
+            f"dp=-1. Received: {config.parallel}"
+            + ("." if environment.launcher == "none" else f", started by {environment.launcher}.")
         )
     Mesh.of(axes, environment.rank, environment.size)
 

@@ -98,7 +98,7 @@ def test_a_folder_that_was_made_for_the_lock_alone_goes_with_it(tmp_path):
 def test_a_file_in_its_place_is_named(tmp_path):
     (tmp_path / "run").write_text("mine")
     with (
-        pytest.raises(CheckpointError, match=r"Checkpoints cannot be written to .*/run"),
+        pytest.raises(CheckpointError, match=r"Checkpoints cannot be written to .*/run: it is a file"),
         locked(tmp_path / "run", NoOpCollectives()),
     ):
         pass

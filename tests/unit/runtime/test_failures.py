@@ -13,7 +13,7 @@ import keras
 import pytest
 import tensorflow as tf
 
-from hvdtrain.config.errors import ConfigError, opt
+from hvdtrain.config.errors import ConfigError, on_command_line, opt
 from hvdtrain.runtime.consequences import is_consequence
 from hvdtrain.runtime.control.channel import ControlChannel
 from hvdtrain.runtime.failures import EXIT_HANG, FailFast, Grace, ScriptExit, describe, filtered, show_failure
@@ -534,3 +534,15 @@ def test_what_no_script_takes_part_in_is_shown_whole():
     raise ValueError("b")
 ValueError: b'''
     assert filtered(text) == text
+
+
+def test_an_error_of_usage_names_the_line_of_the_script(capsys):
+    def fit(batch):
+        if batch > 1:
+            raise ConfigError("bad")
+
+    script = compile("fit(1)\n\ndef again():\n    fit(2)\n\nagain()", "/home/me/train.py", "exec")
+    with pytest.raises(ConfigError) as met:
+        exec(script, {"__name__": "__main__", "fit": fit})
+    assert show_failure(None, met.value) == show_failure(None, met.value, wording=on_command_line) == 2
+    assert capsys.readouterr().err == "hvdtrain: error: bad [train.py:4]\nhvdtrain: error: bad\n"
