@@ -30,6 +30,7 @@ from hvdtrain.bench.timing import sent_to_itself
 from hvdtrain.runtime.launchers import detect_environment
 
 WAIT_US, SLOWER = 20_000, 5
+"""SleepDataset waits twice in a step: for its element, and for the end behind it."""
 WAIT_FILE = "wait_us"
 """In each process's own folder, how long it waits: the workers of tf.distribute run a graph that the chief has made."""
 SERVERS = "tf.distribute's servers"
