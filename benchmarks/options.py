@@ -92,10 +92,15 @@ def samples(name: str, count: int) -> tuple[Any, np.ndarray]:
         tokens = rng.integers(0, classes, (count, shape[0] + 1), dtype=np.int32)
         return tokens[:, :-1], tokens[:, 1:]
     if name in WITH_TABLES:
-        looked_up = shape["categorical"] if name == "dlrm" else shape
-        ids = ((rng.zipf(1.05, (count, *looked_up)) - 1) % arguments["rows"]).astype(np.int32)
-        numbers = rng.standard_normal((count, 13), dtype=np.float32)
-        return {"numeric": numbers, "categorical": ids} if name == "dlrm" else ids, rng.integers(0, classes, count)
+        fields = shape["categorical"] if name == "dlrm" else shape
+        ids = ((rng.zipf(1.05, (count, *fields)) - 1) % arguments["rows"]).astype(np.int32)
+        labels = rng.integers(0, classes, count)
+        if name == "tables":
+            return ids, labels
+        return {
+            "numeric": rng.standard_normal((count, *shape["numeric"]), dtype=np.float32),
+            "categorical": ids,
+        }, labels
     return rng.standard_normal((count, *shape), dtype=np.float32), rng.integers(0, classes, count, dtype=np.int32)
 
 

@@ -1,4 +1,4 @@
-"""Static tables of name -> "module:attribute": listing names imports nothing."""
+"""Things by name: static tables of name -> "module:attribute", and optional packages; listing imports nothing."""
 
 import difflib
 import importlib
