@@ -168,6 +168,8 @@ def _read_full(name: str, sent: tf.Variable, readers: Sequence[SliceReader]) -> 
 
 def _assign(tensor: NamedTensor, array: np.ndarray) -> None:
     """Assign values, followed by zeros where the tensor is longer than its slice; see `NamedTensor`."""
+    if not array.size:
+        return
     shape = tuple(tensor.value.shape)
     if array.ndim != len(shape):
         array = array.reshape(shape)

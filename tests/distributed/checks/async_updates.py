@@ -17,7 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from builders import BATCH, CROSS_ENTROPY, EPOCHS, MODELS, OPTIMIZERS, SAMPLES, batches_of, per_sample
-from world import World, exact_arrays, flat_bytes, plain_training, refused, relative_error
+from world import World, computing_in, exact_arrays, flat_bytes, plain_training, refused, relative_error
 from worlds import worlds
 
 import hvdtrain
@@ -570,6 +570,54 @@ def check_asynchronous_training_goes_on_from_checkpoints(world: World) -> None:
         result = second.fit(data, epochs=4, checkpoint=folder, **fit)
         assert result.steps == 4 * STEPS
         assert sum(result.slices) == 2 * STEPS * world.size
+
+
+KEPT_ELSEWHERE = {"LossScaleOptimizer", "MultiOptimizer", "Optimizer"}
+"""Of keras.optimizers, what wraps others, and the base class."""
+
+
+@worlds("mpirun-2", extended=True)
+@exact_arrays()
+@computing_in("float64")
+def check_slots_lie_on_their_servers(world: World) -> None:
+    """Of every optimizer of Keras, each once, and a checkpoint of them goes on under an all-reduce and back."""
+    inputs = np.random.default_rng(3).standard_normal((16, 6))
+    data, fit = (inputs, inputs[:, :1] ** 2), {"batch": 8, "shuffle": False, "verbose": False}
+    kinds = {
+        name: kind
+        for name, kind in vars(keras.optimizers).items()
+        if isinstance(kind, type) and issubclass(kind, keras.optimizers.Optimizer) and name not in KEPT_ELSEWHERE
+    }
+    assert len(kinds) >= 13
+
+    def trainer_of(kind: Any, **options: Any) -> Any:
+        keras.utils.set_random_seed(5)
+        dense = keras.layers.Dense
+        layers = [dense(5, "tanh"), dense(4, "tanh"), keras.layers.PReLU(), dense(1)]
+        model = keras.Sequential([keras.Input((6,)), *layers])
+        return hvdtrain.Trainer(model, kind(0.02), "mse", backend=world.backend, **options)
+
+    def elements(optimizer: Any) -> int:
+        return sum(np.size(v) for v in optimizer.variables)
+
+    in_step: dict[str, Any] = {"update": "async", "max_staleness": 0}
+    one_worker = {"update": "async", "servers": world.size - 1}
+    for name, kind in kinds.items():
+        for uninterrupted, *changes in (({}, (in_step, {}), ({}, in_step)), (one_worker, (one_worker, one_worker))):
+            whole = trainer_of(kind, **uninterrupted)
+            whole.fit(data, epochs=2, **fit)
+            for number, (before, after) in enumerate(changes):
+                folder = world.folder / f"{name}-{len(changes)}-{number}"
+                trainer_of(kind, **before).fit(data, epochs=1, checkpoint=folder, **fit)
+                second = trainer_of(kind, **after)
+                second.resume(folder)
+                second.fit(data, epochs=2, **fit)
+                error = relative_error(second.model.get_weights(), whole.model.get_weights())
+                assert error <= 1e-12, f"{name}, {before} and {after}: {error:.2e}"
+            plain = kind(0.02)
+            plain.build(second.model.trainable_variables)
+            held = [int(text) for text in world.gather(str(elements(second.optimizer)).encode())]
+            assert sum(held) <= elements(plain) + world.size * len(plain.variables), f"{name}: {held}"
 
 
 class SlowInTraining(keras.layers.Layer):

@@ -39,6 +39,7 @@ class HybridUpdate(AsyncUpdate):
 
     name = "hybrid"
     waits_when_measured = False
+    _divides = False
 
     def __init__(self, backend: Backend, model: Any, optimizer: Any, options: StepOptions | None = None) -> None:
         if averages_weights(optimizer):
@@ -156,7 +157,7 @@ class HybridUpdate(AsyncUpdate):
         """Return whether all parameters are finite, in the compiled step."""
         return super(AsyncUpdate, self).finite_parameters(state)
 
-    def _gather_masters(self, masters: Mapping[str, tf.Variable]) -> None:
+    def _agree_on(self, masters: Mapping[str, tf.Variable]) -> None:
         self._share_out({path: each for path, each in masters.items() if path in self._served}, self._owners)
 
     def _share_slots(self) -> None:

@@ -169,6 +169,7 @@ class GossipUpdate(AsyncUpdate):
 
     name = "gossip"
     gradients_alone_change = False
+    _divides = False
 
     def _owners_of(self, sizes: Mapping[str, int]) -> dict[str, int]:
         return dict.fromkeys(sizes, self._backend.index)
@@ -211,7 +212,7 @@ class GossipUpdate(AsyncUpdate):
             self._server.check()
             pause.sleep()
 
-    def _gather_masters(self, masters: Mapping[str, tf.Variable]) -> None:
+    def _agree_on(self, masters: Mapping[str, tf.Variable]) -> None:
         if isinstance(self._server, PushingServer):
             run_once(lambda: self._backend.run(lambda: self._barrier("nothing_under_way")))
             self._server.weight = 1.0  # before any rank can go on, as the mean is taken of all
@@ -260,7 +261,7 @@ class ElasticUpdate(GossipUpdate):
             every=self._options.local_steps or 1,
         )
 
-    def _gather_masters(self, masters: Mapping[str, tf.Variable]) -> None:
+    def _agree_on(self, masters: Mapping[str, tf.Variable]) -> None:
         self._share_out(self._center, self._center_owners)
         for path, master in masters.items():
             master.assign(self._center[path])

@@ -28,8 +28,10 @@ from hvdtrain.runtime.compiled import run_once
 from hvdtrain.runtime.logs import LOGGER
 from hvdtrain.runtime.messages import Messages
 from hvdtrain.runtime.session import current
+from hvdtrain.runtime.placement import whole_box
 from hvdtrain.state.named_tensors import NamedTensor, replicated_tensor
 from hvdtrain.state.optimizers import Slot, rate_of, slot_tensors
+from hvdtrain.state.structure import structure_of
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.state.variables import unwrap
 from hvdtrain.training.options import StepOptions
@@ -49,9 +51,9 @@ from hvdtrain.training.update_rules.zero.stage1 import refuse_frozen, refuse_slo
 class AsyncUpdate(UpdateRule):
     """Pushes this replica's gradients to servers and pulls parameters.
 
-    The optimizer updates copies of the variables, `masters`; each rank keeps its servers' share of them, and of the
-    slots, up to date. Clipping acts on each replica's own gradient. Raises ConfigError for an optimizer that has slots
-    already.
+    The optimizer updates copies of the variables, `masters`. Each rank has those that its server owns, and their slots,
+    and placeholders for the others. Clipping acts on each replica's own gradient. Raises ConfigError for an optimizer
+    that has slots already.
     """
 
     weights_agree = False
@@ -60,6 +62,8 @@ class AsyncUpdate(UpdateRule):
     """As in `--update`."""
     gradients_alone_change = True
     """Whether servers change parameters by gradients only."""
+    _divides = True
+    """Whether a rank has the masters and slots of its own variables alone."""
 
     def __init__(self, backend: Backend, model: Any, optimizer: Any, options: StepOptions | None = None) -> None:
         refuse_slots(optimizer, opt("update", self.name))
@@ -68,11 +72,14 @@ class AsyncUpdate(UpdateRule):
         self.divisors = "exchanged" if self._bound == 0 else "own"
         self._workers = backend.size - self._options.servers
         self.trainers = self._workers
-        self._masters = [_copy_of(variable) for variable in model.trainable_variables]
+        self._backend = backend
+        by_path = structure_of(model).by_path(model.trainable_variables)
+        self._owners = self._owners_of({path: int(np.prod(v.shape)) * v.dtype.size for path, v in by_path.items()})
+        self._masters = [
+            _copy_of(variable, placeholder=not self._holds(path))
+            for path, variable in zip(by_path, model.trainable_variables, strict=True)
+        ]
         super().__init__(backend, model, optimizer, options)
-        variables = self._by_path()
-        sizes = {path: int(np.prod(v.shape)) * v.dtype.size for path, v in variables.items()}
-        self._owners = self._owners_of(sizes)
         self._layouts: list[ServerLayout] = []
         self._outbox: list[Outgoing] = []
         self._share = tf.Variable(0.0, trainable=False, dtype=tf.float64, name="share")
@@ -92,6 +99,15 @@ class AsyncUpdate(UpdateRule):
         servers = self._options.servers
         owners = owners_of(sizes, servers or self._backend.size)
         return {path: owner + (self._workers if servers else 0) for path, owner in owners.items()}
+
+    def _holds(self, path: str) -> bool:
+        """Return whether this rank has the master of a variable."""
+        return not self._divides or self._owners[path] == self._backend.index
+
+    def _held(self) -> dict[str, tf.Variable]:
+        """Return this rank's masters by path."""
+        masters = zip(self._paths, map(unwrap, self._masters), strict=True)
+        return {path: master for path, master in masters if self._holds(path)}
 
     # -- a step --
 
@@ -293,7 +309,7 @@ class AsyncUpdate(UpdateRule):
 
     def _measured(self) -> tuple[tf.Tensor, tf.Tensor]:
         """Return zero if all parameters are finite, and the mean norm of the workers' last gradients. Collective."""
-        mine = [unwrap(master).read_value() for master in self._owned()]
+        mine = [v.read_value() for path, v in self._held().items() if self._owners[path] == self._backend.index]
         bad = self._backend.all_reduce(zero_if_finite([*mine, tf.zeros([])]), name="async//finite")
         return bad, self._backend.all_reduce(self._norm.read_value(), name="async//norm", op="average")
 
@@ -302,18 +318,18 @@ class AsyncUpdate(UpdateRule):
         if self._connection is not None and self._connection.asked:
             self._take_up(self._connection.pulled())
 
-    def _owned(self) -> list[Any]:
-        return [
-            master
-            for path, master in zip(self._paths, self._masters, strict=True)
-            if self._owners[path] == self._backend.index
-        ]
-
     # -- its state --
 
     def named_tensors(self) -> dict[str, NamedTensor]:
-        """Return the optimizer state."""
-        return {f"optimizer/{path}": replicated_tensor(slot.variable) for path, slot in self._slots().items()}
+        """Return the optimizer state, of each variable on its server."""
+        return {f"optimizer/{path}": self._named_tensor(path, slot) for path, slot in self._slots().items()}
+
+    def _named_tensor(self, path: str, slot: Slot) -> NamedTensor:
+        if slot.owner is None or not self._divides:
+            return replicated_tensor(slot.variable)
+        shape = self._slot_shapes.get(path, tuple(slot.variable.shape))
+        held = self._holds(self._paths[slot.owner])
+        return NamedTensor(slot.variable, shape, whole_box(shape) if held else _nothing_of(shape), replicated=False)
 
     def _slots(self) -> dict[str, Slot]:
         return slot_tensors(self.optimizer, self._masters, self._paths)
@@ -333,8 +349,9 @@ class AsyncUpdate(UpdateRule):
             run_once(lambda: self._backend.run(lambda: self._barrier("synced")))  # before anybody pushes
 
     def _copy_to_masters(self) -> None:
-        for master, variable in zip(self._masters, self._variables, strict=True):
-            master.assign(variable)
+        variables = self._by_path()
+        for path, master in self._held().items():
+            master.assign(variables[path])
 
     def on_state_loaded(self) -> None:
         """Begin at the model's weights."""
@@ -346,42 +363,62 @@ class AsyncUpdate(UpdateRule):
         if self._consolidated or self._server is None or self._connection is None:
             return
         self._drain()
-        self._gather_masters(dict(zip(self._paths, map(unwrap, self._masters), strict=True)))
-        for master, variable in zip(self._masters, self._variables, strict=True):
-            unwrap(variable).assign(unwrap(master))
+        masters, variables = self._held(), self._by_path()
+        if self._divides:
+            self._share_out(variables, self._owners, held=masters)
+        else:
+            self._agree_on(masters)
+            for path, master in masters.items():
+                variables[path].assign(master)
         self._connection.versions = gather(self._backend, self._server.version)
         self._server.note_sync()
         self._consolidated = True
         if has_averages(self.optimizer):
             self._share_slots()
-            inner = innermost(self.optimizer)
-            found = [(v, average_of(inner, master)) for v, master in zip(self._variables, self._masters, strict=True)]
-            self._averages = [(variable, average) for variable, average in found if average is not None]
+            self._averages = self._shared_averages()
 
-    def _gather_masters(self, masters: Mapping[str, tf.Variable]) -> None:
-        """Make the masters, by path, those of the servers. Collective."""
-        self._share_out(masters, self._owners)
+    def _agree_on(self, masters: Mapping[str, tf.Variable]) -> None:
+        """Make masters, by path, the same on all ranks, where these hold them all. Collective."""
 
     def prepare_to_save(self) -> None:
-        """Give all ranks the servers' parameters and slots. Collective."""
+        """Give all ranks the servers' parameters, and the slots that no server has alone. Collective."""
         self.consolidate()
         if self._server is not None:
             self._share_slots()
 
     def _share_slots(self) -> None:
-        slots = {path: slot for path, slot in self._slots().items() if path != "iterations"}
-        owners = {
-            path: 0 if slot.owner is None else self._owners[self._paths[slot.owner]] for path, slot in slots.items()
-        }
-        self._share_out({path: slot.variable for path, slot in slots.items()}, owners)
+        """Make slots that several ranks hold the same on all of them. Collective."""
+        slots = {path: slot for path, slot in self._slots().items() if slot.owner is None and path != "iterations"}
+        first = min(self._owners.values(), default=0)
+        self._share_out({path: slot.variable for path, slot in slots.items()}, dict.fromkeys(slots, first))
 
-    def _share_out(self, variables: Mapping[str, tf.Variable], owners: Mapping[str, int]) -> None:
-        """Assign the values of their owners, once all ranks have come here. Collective."""
+    def _shared_averages(self) -> list[tuple[Any, tf.Tensor]]:
+        """Return the variables with the averages that their servers have of them. Collective."""
+        inner, variables = innermost(self.optimizer), self._by_path()
+        found = {path: average_of(inner, master) for path, master in zip(self._paths, self._masters, strict=True)}
+        averages = {path: tf.identity(average) for path, average in found.items() if average is not None}
+        if self._divides:
+            whole = {
+                path: tf.Variable(average if self._holds(path) else tf.zeros_like(variables[path]), trainable=False)
+                for path, average in averages.items()
+            }
+            self._share_out(whole, self._owners)
+            averages = {path: average.value() for path, average in whole.items()}
+        return [(v, averages[path]) for path, v in zip(self._paths, self._variables, strict=True) if path in averages]
+
+    def _share_out(
+        self,
+        variables: Mapping[str, tf.Variable],
+        owners: Mapping[str, int],
+        held: Mapping[str, tf.Variable] | None = None,
+    ) -> None:
+        """Assign the values of their owners, those in `held` if given, once all ranks have come here. Collective."""
+        read = held or {}
 
         def share() -> None:
             with tf.control_dependencies([self._barrier("shared")]):
                 for path, variable in variables.items():
-                    value = variable.read_value()
+                    value = read.get(path, variable).read_value()
                     variable.assign(self._backend.broadcast_value(value, root=owners[path], name=f"async/{path}"))
 
         run_once(lambda: self._backend.run(share))
@@ -400,6 +437,17 @@ class AsyncUpdate(UpdateRule):
         self.optimizer.build(self._masters)
         for variable, master in zip(self._variables, self._masters, strict=True):
             set_decayed(inner, master, is_decayed(inner, variable) and is_decayed(inner, master))
+        if not self._divides:
+            return
+        for each in (self.optimizer, inner):  # as Keras would save this rank's slots for all
+            vars(each)["save_own_variables"] = lambda store: None
+        slots = self._slots().items()
+        mine = {
+            path: list(slot.variable.shape) or [1]
+            for path, slot in slots
+            if slot.owner is not None and self._holds(self._paths[slot.owner])
+        }
+        self._slot_shapes = {path: tuple(shape) for each in gather(self._backend, mine) for path, shape in each.items()}
 
 
 class _Served(Parameters):
@@ -447,11 +495,18 @@ def _changes_rows_alone(optimizer: Any) -> bool:
     return True
 
 
-def _copy_of(variable: Any) -> Any:
-    """Return a variable for the optimizer, with the name by which it finds out what decays."""
-    master = keras.Variable(
-        tf.identity(unwrap(variable)), dtype=variable.dtype, trainable=True, autocast=False, name=variable.name
-    )
+def _nothing_of(shape: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(0, 0) for _ in shape)
+
+
+def _copy_of(variable: Any, *, placeholder: bool) -> Any:
+    """Return a variable for the optimizer, with the name by which it finds out what decays.
+
+    A placeholder has as many dims, which optimizers look at, and one element: Keras' EMA fails for none.
+    """
+    one = tf.zeros([1] * (len(variable.shape) or 1), variable.dtype)
+    value = one if placeholder else tf.identity(unwrap(variable))
+    master = keras.Variable(value, dtype=variable.dtype, trainable=True, autocast=False, name=variable.name)
     rename(master, variable.path)
     master.constraint = variable.constraint
     return master
