@@ -212,7 +212,11 @@ class KerasStepFactory:
     def _forms(self) -> Callable[[Batch], Any]:
         """Return what computes a batch as in training, without changing weights."""
         model = self._model
-        return partial(unapplied, model) if reads_outputs(model) else lambda batch: model(batch.inputs, training=True)
+
+        def forward(batch: Batch) -> None:  # outputs, which may be a dict, are no results
+            model(batch.inputs, training=True)
+
+        return partial(unapplied, model) if reads_outputs(model) else forward
 
     def _training_forward(self) -> Any:
         """Return what takes the place of the model's call in training; None: nothing."""

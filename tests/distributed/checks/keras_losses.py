@@ -124,6 +124,13 @@ def sum_that_a_layer_adds() -> Case:
     return perceptron(SumPenalty()), {"loss": "mse", "metrics": ["mae"]}, (X, VALUES)
 
 
+def sum_that_a_layer_adds_below_a_dict_of_outputs() -> Case:
+    inputs = keras.Input((6,))
+    hidden = SumPenalty()(keras.layers.Dense(8, "tanh")(inputs))
+    model = keras.Model(inputs, {name: keras.layers.Dense(1, name=name)(hidden) for name in "ab"})
+    return model, {"loss": {"a": "mse", "b": "mae"}}, (X, {"a": VALUES, "b": VALUES})
+
+
 def value_of_each_sample_that_a_layer_adds() -> Case:
     return perceptron(EachPenalty()), {"loss": "mse"}, (X, VALUES)
 
@@ -189,6 +196,7 @@ EXACT = (
     weights_of_samples,
     mean_that_a_layer_adds,
     sum_that_a_layer_adds,
+    sum_that_a_layer_adds_below_a_dict_of_outputs,
     value_of_each_sample_that_a_layer_adds,
     target_in_a_list,
     metric_of_several_values,
