@@ -293,6 +293,13 @@ def batch_of(dataset: Any) -> tuple[int, bool]:
     return int(dataset._batch_size), bool(dataset._drop_remainder)
 
 
+def batches_in(dataset: Any) -> Any:
+    """Return what makes a Dataset's batches, of `BATCHES`, below maps and what does not change elements; None if none."""
+    while is_kind(dataset, PASSING | ORDERS | MAPS):
+        dataset = input_of(dataset)
+    return dataset if is_kind(dataset, BATCHES) else None
+
+
 def ops_of_map(dataset: Any) -> set[str]:
     """Return the op types, nested calls included, of a map's function. Assumes `_map_func`."""
     graph = dataset._map_func.function.graph.as_graph_def()

@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend, gather
+from hvdtrain.compat.keras import function_of_loss
 from hvdtrain.config.checkpoint import Checkpoint
 from hvdtrain.config.errors import CheckpointError
 from hvdtrain.data.identity import Identity
@@ -18,6 +19,7 @@ from hvdtrain.data.source import Source
 from hvdtrain.data.streams.rank_parts import RankTraining
 from hvdtrain.optim.averaging import innermost
 from hvdtrain.runtime.control.agreement import check_same_call, encode_call
+from hvdtrain.training.compile_settings import Objective
 from hvdtrain.training.loop.keras_callbacks import that_change_training
 from hvdtrain.training.loop.loop import Plan
 from hvdtrain.training.options import StepOptions
@@ -38,11 +40,14 @@ def agree_on_call(
     check_same_call(backend.gather_bytes(facts, timeout=None), call)
 
 
-def settings_of(seed: int, options: StepOptions, optimizer: Any, callbacks: Sequence[Any]) -> dict[str, str]:
+def settings_of(
+    seed: int, options: StepOptions, optimizer: Any, objective: Objective, callbacks: Sequence[Any]
+) -> dict[str, str]:
     """Return the trainer's settings that all ranks share, by name."""
     return {
         "Trainer(seed=…)": str(seed),
         **{f"Trainer({name}=…)": repr(_plain(value)) for name, value in options.chosen().items()},
+        **{f"Trainer({name}=…)": _settings_of_parts(value) for name, value in vars(objective).items()},
         **_settings_of_optimizer(innermost(optimizer)),
         "the callbacks that set weights or rates": that_change_training(callbacks),
     }
@@ -73,24 +78,49 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
+def _settings_of_parts(parts: Any) -> str:
+    """Describe losses, metrics or weights of outputs, in any structure."""
+    if isinstance(parts, Mapping):
+        described = (f"{name!r}: {_settings_of_parts(parts[name])}" for name in sorted(parts, key=str))
+        return f"{{{', '.join(described)}}}"
+    if isinstance(parts, list | tuple):
+        return f"[{', '.join(map(_settings_of_parts, parts))}]"
+    value = _plain(parts)
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value)
+    if not isinstance(value, keras.losses.Loss | keras.metrics.Metric):
+        return str(getattr(value, "__name__", type(value).__name__))
+    arguments = _numbers(_config_of(value) or {}, "")
+    if isinstance(value, keras.losses.Loss):  # Keras' configs leave some out, such as Huber's delta
+        arguments |= _numbers(function_of_loss(value)[1], "")
+    return f"{type(value).__name__}({', '.join(f'{name}={given}' for name, given in arguments.items())})"
+
+
+def _config_of(thing: Any) -> dict[str, Any] | None:
+    try:
+        return dict(thing.get_config())
+    except (NotImplementedError, TypeError, ValueError):  # of a class of the user's own
+        return None
+
+
 def _settings_of_optimizer(optimizer: Any) -> dict[str, str]:
     kind = type(optimizer).__name__
-    try:
-        config = optimizer.get_config()
-    except (NotImplementedError, TypeError):  # a class of the user's own
+    config = _config_of(optimizer)
+    if config is None:
         return {"the optimizer": kind}
-    # Its name counts up by rank, and a learning rate that is a number is broadcast.
-    config.pop("name", None)
+    # A learning rate that is a number is broadcast.
     if not isinstance(config.get("learning_rate"), dict):
         config.pop("learning_rate", None)
     return {"the optimizer": kind, **_numbers(config, f"{kind}.")}
 
 
 def _numbers(config: Mapping[str, Any], prefix: str) -> dict[str, str]:
-    """Return a Keras config's plain values, also nested, by name."""
+    """Return a Keras config's plain values, also nested, by name, without names, which count up by rank."""
     found: dict[str, str] = {}
     for name, given in config.items():
         value = _plain(given)
+        if name == "name":
+            continue
         if isinstance(value, Mapping):
             found |= _numbers(value, f"{prefix}{name}.")
         elif value is None or isinstance(value, bool | int | float | str):

@@ -321,7 +321,8 @@ class TrainerCore:
 
     def _agree(self, call: str, arguments: Mapping[str, Any], callbacks: Sequence[Any]) -> None:
         """Verify that all ranks make the same call with the same trainer. Collective."""
-        settings = settings_of(self._seed, self.options, self.optimizer, callbacks)
+        _, objective, _ = self._parts
+        settings = settings_of(self._seed, self.options, self.optimizer, objective=objective, callbacks=callbacks)
         agree_on_call(self.backend, call, arguments, settings)
 
     def _broadcast_first_weights(self) -> None:

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.backends.single import SingleBackend
+from hvdtrain.compat.tensorflow import batch_of, batches_in
 from hvdtrain.config.errors import ConfigError, DataError, NoSamplesError
 from hvdtrain.config.parallel import DATA_AXES
 from hvdtrain.data.arrays import ArraySource
@@ -148,11 +149,17 @@ def _dataset(
     batch: int | None,
     **options: Any,
 ) -> DatasetTraining:
+    made = batches_in(data)
+    if batch is not None and made is not None and not batch_of(made)[1]:
+        raise ConfigError(
+            "The Dataset comes in batches already: leave out batch_size (or batch). Where its batches are to "
+            "be samples, such as windows of text, make them with batch(…, drop_remainder=True)."
+        )
     dataset = data if batch is None else data.batch(batch)
     if backend.job_size > 1:
         check_order(dataset, "training")
     found, shards = first_and_shards(dataset, backend.process, backend.processes, owner=data)
-    first = _checked(found, backend.processes)
+    first = _checked(found, backend.processes, dataset)
     cut = _cut(dataset, batch or count_of(first), backend, change)
     sliced = DatasetTraining(dataset, cut, shards=shards, **options)
     length = length_of(dataset)
@@ -303,7 +310,7 @@ def validation_batches(data: Any, backend: Backend, *, batch: int, what: str = "
         if backend.job_size > 1:
             check_order(data, what)
         found, shards = first_and_shards(data, index, size, owner=data)
-        first = _checked(found, size)
+        first = _checked(found, size, data)
         batches = evaluation_of_dataset(data, index=index, size=size, shards=shards)
         return _alike(
             "a Dataset",
@@ -338,14 +345,21 @@ def _alike(
     return batches if count is not None or backend.job_size == 1 else AsMany(batches, backend, what)
 
 
-def _checked(batch: Any, parts: int) -> Any:
+def _checked(batch: Any, parts: int, dataset: tf.data.Dataset) -> Any:
     """Return a valid first global batch. Raises DataError if missing, of another structure, or not to be divided."""
     if batch is None:
         raise NoSamplesError("The dataset is empty.")
     if any(tensor.shape.rank == 0 for tensor in tf.nest.flatten(batch)):
         raise DataError("The dataset is not batched: pass fit(…, batch=N), the samples per step over all ranks.")
     if parts > 1:
-        check_division(batch, parts)
+        try:
+            check_division(batch, parts)
+        except DataError as error:
+            if batches_in(dataset) is not None:
+                raise
+            raise DataError(
+                f"If the elements of the dataset are samples, batch them: dataset.batch(N). {error}"
+            ) from error
     return batch
 
 

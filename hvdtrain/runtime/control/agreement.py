@@ -76,7 +76,9 @@ def check_same_call(everyone: Sequence[bytes], call: str) -> None:
     if differing and differing[0].startswith(_CALL):
         raise ConfigError(f"Every rank makes the same calls. Received: {differing[0]}.")
     if differing:
-        raise ConfigError(f"Every rank calls {call}() with the same arguments. Received: {'; '.join(differing)}.")
+        more = f" … and {len(differing) - 3} more" if len(differing) > 3 else ""
+        found = "; ".join(differing[:3])
+        raise ConfigError(f"Every rank calls {call}() with the same arguments. Received: {found}{more}.")
 
 
 def _differences(facts: Sequence[Mapping[str, str]]) -> list[str]:

@@ -287,7 +287,7 @@ def knows_an_order_that_depends_on_timing():
     assert not compat.order_depends_on_timing(numbers().interleave(lambda x: tf.data.Dataset.range(x)))
 
 
-@CONTRACTS.of(compat.input_of, compat.inputs_of, compat.zipped_nest, compat.batch_of)
+@CONTRACTS.of(compat.input_of, compat.inputs_of, compat.zipped_nest, compat.batch_of, compat.batches_in)
 def knows_what_a_dataset_is_made_of():
     one, other = numbers(), numbers()
     for dataset in (one.batch(2), one.map(lambda x: x), one.shuffle(2), one.prefetch(1), one.repeat()):
@@ -297,6 +297,9 @@ def knows_what_a_dataset_is_made_of():
     assert compat.zipped_nest(tf.data.Dataset.zip({"a": one})) == {"a": one}
     assert compat.batch_of(one.batch(4, drop_remainder=True)) == (4, True)
     assert compat.batch_of(one.batch(3)) == (3, False)
+    for made in (one.batch(3), one.batch(3, num_parallel_calls=2, deterministic=True)):
+        assert compat.batches_in(made.map(lambda x: x + 1).shuffle(2).prefetch(1)) is made
+    assert compat.batches_in(one.batch(3).unbatch()) is None
 
 
 @CONTRACTS.of(compat.ops_of_map)

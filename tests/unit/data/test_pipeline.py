@@ -301,6 +301,16 @@ def test_data_that_cannot_be_used_is_refused(data, kind, cause):
         given(data)
 
 
+def test_a_dataset_is_batched_once():
+    samples = tf.data.Dataset.from_tensor_slices((np.zeros((12, 8)), np.zeros((12, 1))))
+    with pytest.raises(ConfigError, match=r"comes in batches already: leave out batch_size \(or batch\)"):
+        given(samples.batch(4).map(lambda x, y: (x, y)).prefetch(1), batch=4)
+    windows = given(samples.batch(4, drop_remainder=True), batch=3)
+    assert next(windows.batches(0)).inputs.shape == (3, 4, 8)
+    for outcome in on_ranks(2, lambda backend: given(samples, backend=backend)):
+        assert str(outcome).startswith("If the elements of the dataset are samples, batch them: dataset.batch(N). ")
+
+
 def test_ranks_that_read_another_order_are_named():
     datasets = dataset_of(12, 6), dataset_of(12, 6), dataset_of(12, 6).map(lambda x, y: (11 - x, y))
     for outcome in on_ranks(3, lambda backend: given(datasets[backend.index], backend=backend)):

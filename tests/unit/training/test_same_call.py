@@ -4,11 +4,13 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras import losses, metrics
 
 from hvdtrain.backends.single import SingleBackend
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.state.hashes import checksum
 from hvdtrain.training.agreement import agree_on_call, settings_of
+from hvdtrain.training.compile_settings import Objective
 from hvdtrain.training.evaluation.evaluate import broadcast_first_weights
 from hvdtrain.training.loop.loop import Plan
 from hvdtrain.training.options import StepOptions
@@ -86,14 +88,18 @@ def test_a_rank_that_does_something_else_is_noticed(other):
         agree_on_call(Meeting(None), "fit", {"epochs": 1})
 
 
-def settings(optimizer=None, seed=0, callbacks=(), **options):
-    return settings_of(seed, StepOptions(**options), optimizer or keras.optimizers.SGD(0.1), callbacks)
+def settings(optimizer=None, seed=0, callbacks=(), loss="mse", **options):
+    optimizer, objective = optimizer or keras.optimizers.SGD(0.1), Objective(loss, options.pop("metrics", ()))
+    return settings_of(seed, StepOptions(**options), optimizer, objective=objective, callbacks=callbacks)
 
 
 def test_what_is_broadcast_or_counted_up_may_differ():
     assert settings(keras.optimizers.SGD(0.1)) == settings(keras.optimizers.SGD(0.2))
     assert settings(callbacks=[keras.callbacks.CSVLogger("x")]) == settings()
     assert settings(callbacks=[keras.callbacks.EarlyStopping()]) == settings()
+    twice = [settings(loss={"a": losses.Huber(2.0), "b": None}, metrics=[[metrics.AUC()]]) for _ in range(2)]
+    assert twice[0] == twice[1]
+    assert settings(loss=lambda y, p: p, metrics=["mae"]) == settings(loss=lambda y, p: y, metrics=("mae",))
 
 
 @pytest.mark.parametrize(
@@ -107,10 +113,27 @@ def test_what_is_broadcast_or_counted_up_may_differ():
         {"optimizer": keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.1, 10))},
         {"callbacks": [[keras.callbacks.EarlyStopping(restore_best_weights=True)]]},
         {"callbacks": [keras.callbacks.ReduceLROnPlateau()]},
+        {"loss": "mae"},
+        {"loss": losses.Huber()},
+        {"loss": ["mse"]},
+        {"metrics": ["mae"]},
     ],
 )
 def test_what_is_not_must_be_the_same(different):
     assert settings(**different) != settings()
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (losses.Huber(1.0), losses.Huber(2.0)),
+        (losses.CategoricalCrossentropy(), losses.CategoricalCrossentropy(label_smoothing=0.1)),
+        ({"a": "mse", "b": "mae"}, {"a": "mae", "b": "mse"}),
+        (losses.mean_squared_error, losses.mean_absolute_error),
+    ],
+)
+def test_losses_are_told_by_their_arguments(one, other):
+    assert settings(loss=one) != settings(loss=other)
 
 
 def test_an_optimizer_without_a_configuration_is_told_by_its_class():
