@@ -27,8 +27,8 @@ from hvdtrain.optim.averaging import has_averages, innermost, replaced_weights
 from hvdtrain.runtime.compiled import run_once
 from hvdtrain.runtime.logs import LOGGER
 from hvdtrain.runtime.messages import Messages
-from hvdtrain.runtime.session import current
 from hvdtrain.runtime.placement import whole_box
+from hvdtrain.runtime.session import current
 from hvdtrain.state.named_tensors import NamedTensor, replicated_tensor
 from hvdtrain.state.optimizers import Slot, rate_of, slot_tensors
 from hvdtrain.state.structure import structure_of
