@@ -294,7 +294,7 @@ def batch_of(dataset: Any) -> tuple[int, bool]:
 
 
 def batches_in(dataset: Any) -> Any:
-    """Return what makes a Dataset's batches, of `BATCHES`, below maps and what does not change elements; None if none."""
+    """Return the Dataset, of `BATCHES`, that makes another's batches, below maps and orders; None if none."""
     while is_kind(dataset, PASSING | ORDERS | MAPS):
         dataset = input_of(dataset)
     return dataset if is_kind(dataset, BATCHES) else None
