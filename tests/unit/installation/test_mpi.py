@@ -42,10 +42,14 @@ def test_an_mpi_of_the_conda_environment_itself_is_a_system_mpi(machine):
     assert choose_mpi("auto", machine.environment, os.environ).kind == "system"
 
 
-@pytest.mark.parametrize(("active", "kind"), [(True, "pypi"), (False, "system")])
-def test_an_mpi_of_another_environment_that_is_active_is_not_the_systems(machine, active, kind):
+@pytest.mark.parametrize(
+    ("active", "virtual", "kind"), [(True, False, "pypi"), (False, True, "pypi"), (False, False, "system")]
+)
+def test_an_mpi_of_another_environment_is_not_the_systems(machine, active, virtual, kind):
     other = machine.folder / "other"
     (other / "bin").mkdir(parents=True)
+    if virtual:
+        (other / "pyvenv.cfg").touch()
     for tool in ("mpicxx", "mpirun"):
         machine.has(tool, folder=other / "bin")
     machine.set(PATH=f"{other}/bin:{os.environ['PATH']}", **({"VIRTUAL_ENV": str(other)} if active else {}))
