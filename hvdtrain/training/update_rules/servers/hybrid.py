@@ -27,8 +27,9 @@ from hvdtrain.state.variables import unwrap
 from hvdtrain.training.options import StepOptions
 from hvdtrain.training.step.contract import CompiledStep, LocalGradients, Totals
 from hvdtrain.training.update_rules.local_sgd import unique_rows
-from hvdtrain.training.update_rules.servers.layout import owners_of
-from hvdtrain.training.update_rules.servers.rule import AsyncUpdate, changes_rows_alone
+from hvdtrain.training.update_rules.servers.layout import changes_rows_alone, owners_of
+from hvdtrain.training.update_rules.servers.masters import share_out
+from hvdtrain.training.update_rules.servers.rule import AsyncUpdate
 
 
 class HybridUpdate(AsyncUpdate):
@@ -82,7 +83,7 @@ class HybridUpdate(AsyncUpdate):
 
     def _apply(self, gradients: Mapping[str, Gradient]) -> None:
         """Update the variables that no server has, on all ranks alike."""
-        masters, variables = dict(zip(self._paths, self._masters, strict=True)), self._by_path()
+        masters, variables = self._masters.by_path, self._by_path()
         if not gradients:
             innermost(self.optimizer).iterations.assign_add(1)
             return
@@ -158,12 +159,12 @@ class HybridUpdate(AsyncUpdate):
         return super(AsyncUpdate, self).finite_parameters(state)
 
     def _agree_on(self, masters: Mapping[str, tf.Variable]) -> None:
-        self._share_out({path: each for path, each in masters.items() if path in self._served}, self._owners)
+        share_out(self._backend, {path: each for path, each in masters.items() if path in self._served}, self._owners)
 
     def _share_slots(self) -> None:
         slots, owners = {}, {}
-        for path, slot in self._slots().items():
+        for path, slot in self._masters.slots().items():
             of = None if slot.owner is None else self._paths[slot.owner]
             if of in self._served:
                 slots[path], owners[path] = slot.variable, self._owners[of]
-        self._share_out(slots, owners)
+        share_out(self._backend, slots, owners)

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from hvdtrain.gradients.reduction import Gradient
+from hvdtrain.optim.averaging import innermost
 
 HEADER = np.dtype([("kind", "i8"), ("step", "i8"), ("version", "i8"), ("share", "f8"), ("weight", "f8")])
 """First part of every message.
@@ -90,6 +92,31 @@ def owners_of(sizes: Mapping[str, int], servers: int) -> dict[str, int]:
         owners[path] = owner
         load[owner] += sizes[path]
     return {path: owners[path] for path in sizes}
+
+
+def changes_rows_alone(optimizer: Any) -> bool:
+    """Return whether an update by rows of a table leaves all other rows as they were, as a trial shows.
+
+    Momentum and weight decay move every row in every update.
+    """
+    with tf.init_scope():
+        return _changes_rows_alone(innermost(optimizer))
+
+
+def _changes_rows_alone(optimizer: Any) -> bool:
+    trial = type(optimizer).from_config(optimizer.get_config())
+    table = keras.Variable(np.ones((4, 2), np.float32), trainable=True)
+    trial.build([table])
+    for row in (0, 1):
+        before = np.array(table)
+        trial.apply([tf.IndexedSlices(tf.ones([1, 2]), tf.constant([row]), tf.constant([4, 2]))], [table])
+        if not np.array_equal(np.delete(before, row, 0), np.delete(np.array(table), row, 0)):
+            return False
+    return True
+
+
+def _nothing_of(shape: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(0, 0) for _ in shape)
 
 
 class Outgoing:

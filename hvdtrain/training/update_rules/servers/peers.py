@@ -25,6 +25,7 @@ from hvdtrain.runtime.compiled import run_once
 from hvdtrain.runtime.messages import Messages, Pause
 from hvdtrain.state.variables import unwrap
 from hvdtrain.training.update_rules.servers.layout import HEADER, MEET, MET, Entry, ServerLayout, owners_of
+from hvdtrain.training.update_rules.servers.masters import barrier, share_out
 from hvdtrain.training.update_rules.servers.record import Event
 from hvdtrain.training.update_rules.servers.rule import AsyncUpdate
 from hvdtrain.training.update_rules.servers.server import PARTS, TO_SERVER, Push, Server
@@ -175,7 +176,7 @@ class GossipUpdate(AsyncUpdate):
         return dict.fromkeys(sizes, self._backend.index)
 
     def _make_server(self, messages: Messages, replay: Sequence[Event]) -> Server:
-        masters = dict(zip(self._paths, self._masters, strict=True))
+        masters = self._masters.by_path
         kind = PushingServer if self._options.push_sum else PeerServer
         return kind(
             messages,
@@ -214,19 +215,19 @@ class GossipUpdate(AsyncUpdate):
 
     def _agree_on(self, masters: Mapping[str, tf.Variable]) -> None:
         if isinstance(self._server, PushingServer):
-            run_once(lambda: self._backend.run(lambda: self._barrier("nothing_under_way")))
+            run_once(lambda: self._backend.run(lambda: barrier(self._backend, "nothing_under_way")))
             self._server.weight = 1.0  # before any rank can go on, as the mean is taken of all
         self._average(masters)
 
     def _share_slots(self) -> None:
-        slots = {path: slot.variable for path, slot in self._slots().items() if slot.owner is not None}
+        slots = {path: slot.variable for path, slot in self._masters.slots().items() if slot.owner is not None}
         self._average(slots)
 
     def _average(self, variables: Mapping[str, tf.Variable]) -> None:
         """Replace `variables`, by path, by their mean over the ranks. Collective."""
 
         def average() -> None:
-            with tf.control_dependencies([self._barrier("averaged")]):
+            with tf.control_dependencies([barrier(self._backend, "averaged")]):
                 for path, variable in variables.items():
                     mean = self._backend.all_reduce(variable.read_value(), name=f"async/mean/{path}", op="average")
                     variable.assign(mean)
@@ -241,7 +242,7 @@ class ElasticUpdate(GossipUpdate):
 
     def _make_server(self, messages: Messages, replay: Sequence[Event]) -> Server:
         owners = owners_of({e.path: e.size * e.dtype.itemsize for e in self._whole()}, self._backend.size)
-        self._center = {e.path: tf.Variable(unwrap(self._masters[i])) for i, e in enumerate(self._whole())}
+        self._center = {path: tf.Variable(master) for path, master in self._masters.held.items()}
         self._center_owners = owners
         parts = [
             Meeting(rank, [e for e in self._whole() if owners[e.path] == rank]) for rank in range(self._backend.size)
@@ -249,7 +250,7 @@ class ElasticUpdate(GossipUpdate):
         strength = self._options.elasticity
         return PeerServer(
             messages,
-            dict(zip(self._paths, self._masters, strict=True)),
+            self._masters.by_path,
             self.optimizer,
             self._options,
             workers=self._workers,
@@ -262,12 +263,12 @@ class ElasticUpdate(GossipUpdate):
         )
 
     def _agree_on(self, masters: Mapping[str, tf.Variable]) -> None:
-        self._share_out(self._center, self._center_owners)
+        share_out(self._backend, self._center, self._center_owners)
         for path, master in masters.items():
             master.assign(self._center[path])
 
     def _copy_to_masters(self) -> None:
         super()._copy_to_masters()
         if self._server is not None:
-            for path, master in zip(self._paths, self._masters, strict=True):
-                self._center[path].assign(unwrap(master))
+            for path, master in self._masters.held.items():
+                self._center[path].assign(master)

@@ -19,7 +19,6 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend, gather
-from hvdtrain.compat.keras_variables import average_of, is_decayed, rename, set_decayed
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.gradients.reduction import Gradient, scaled
@@ -27,10 +26,9 @@ from hvdtrain.optim.averaging import has_averages, innermost, replaced_weights
 from hvdtrain.runtime.compiled import run_once
 from hvdtrain.runtime.logs import LOGGER
 from hvdtrain.runtime.messages import Messages
-from hvdtrain.runtime.placement import whole_box
 from hvdtrain.runtime.session import current
-from hvdtrain.state.named_tensors import NamedTensor, replicated_tensor
-from hvdtrain.state.optimizers import Slot, rate_of, slot_tensors
+from hvdtrain.state.named_tensors import NamedTensor
+from hvdtrain.state.optimizers import rate_of
 from hvdtrain.state.structure import structure_of
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.state.variables import unwrap
@@ -41,7 +39,8 @@ from hvdtrain.training.step.patches import active, replaced
 from hvdtrain.training.update_rules.base import UpdateRule
 from hvdtrain.training.update_rules.local_sgd import LocalTotals, unique_rows
 from hvdtrain.training.update_rules.servers.connection import Connection, Pulled
-from hvdtrain.training.update_rules.servers.layout import Entry, Outgoing, ServerLayout, owners_of
+from hvdtrain.training.update_rules.servers.layout import Entry, Outgoing, ServerLayout, changes_rows_alone, owners_of
+from hvdtrain.training.update_rules.servers.masters import Masters, barrier
 from hvdtrain.training.update_rules.servers.pace import PacedData, PacedStep, Slice, shares_slices
 from hvdtrain.training.update_rules.servers.record import Event, check_writable, described, recorded
 from hvdtrain.training.update_rules.servers.server import Server
@@ -73,12 +72,10 @@ class AsyncUpdate(UpdateRule):
         self._workers = backend.size - self._options.servers
         self.trainers = self._workers
         self._backend = backend
-        by_path = structure_of(model).by_path(model.trainable_variables)
-        self._owners = self._owners_of({path: int(np.prod(v.shape)) * v.dtype.size for path, v in by_path.items()})
-        self._masters = [
-            _copy_of(variable, placeholder=not self._holds(path))
-            for path, variable in zip(by_path, model.trainable_variables, strict=True)
-        ]
+        keys = structure_of(model).by_path(model.trainable_variables)
+        variables = dict(zip(keys, model.trainable_variables, strict=True))
+        self._owners = self._owners_of({path: int(np.prod(v.shape)) * v.dtype.size for path, v in keys.items()})
+        self._masters = Masters(backend, variables, self._owners if self._divides else None)
         super().__init__(backend, model, optimizer, options)
         self._layouts: list[ServerLayout] = []
         self._outbox: list[Outgoing] = []
@@ -99,15 +96,6 @@ class AsyncUpdate(UpdateRule):
         servers = self._options.servers
         owners = owners_of(sizes, servers or self._backend.size)
         return {path: owner + (self._workers if servers else 0) for path, owner in owners.items()}
-
-    def _holds(self, path: str) -> bool:
-        """Return whether this rank has the master of a variable."""
-        return not self._divides or self._owners[path] == self._backend.index
-
-    def _held(self) -> dict[str, tf.Variable]:
-        """Return this rank's masters by path."""
-        masters = zip(self._paths, map(unwrap, self._masters), strict=True)
-        return {path: master for path, master in masters if self._holds(path)}
 
     # -- a step --
 
@@ -262,10 +250,9 @@ class AsyncUpdate(UpdateRule):
         return self._connection, self._server
 
     def _make_server(self, messages: Messages, replay: Sequence[Event]) -> Server:
-        masters = dict(zip(self._paths, self._masters, strict=True))
         return Server(
             messages,
-            masters,
+            self._masters.by_path,
             self.optimizer,
             self._options,
             workers=self._workers,
@@ -309,7 +296,7 @@ class AsyncUpdate(UpdateRule):
 
     def _measured(self) -> tuple[tf.Tensor, tf.Tensor]:
         """Return zero if all parameters are finite, and the mean norm of the workers' last gradients. Collective."""
-        mine = [v.read_value() for path, v in self._held().items() if self._owners[path] == self._backend.index]
+        mine = [v.read_value() for path, v in self._masters.held.items() if self._owners[path] == self._backend.index]
         bad = self._backend.all_reduce(zero_if_finite([*mine, tf.zeros([])]), name="async//finite")
         return bad, self._backend.all_reduce(self._norm.read_value(), name="async//norm", op="average")
 
@@ -322,17 +309,7 @@ class AsyncUpdate(UpdateRule):
 
     def named_tensors(self) -> dict[str, NamedTensor]:
         """Return the optimizer state, of each variable on its server."""
-        return {f"optimizer/{path}": self._named_tensor(path, slot) for path, slot in self._slots().items()}
-
-    def _named_tensor(self, path: str, slot: Slot) -> NamedTensor:
-        if slot.owner is None or not self._divides:
-            return replicated_tensor(slot.variable)
-        shape = self._slot_shapes.get(path, tuple(slot.variable.shape))
-        held = self._holds(self._paths[slot.owner])
-        return NamedTensor(slot.variable, shape, whole_box(shape) if held else _nothing_of(shape), replicated=False)
-
-    def _slots(self) -> dict[str, Slot]:
-        return slot_tensors(self.optimizer, self._masters, self._paths)
+        return self._masters.named_tensors()
 
     def follow_model(self, *, training: bool = True) -> None:
         """Reject training after layers were (un)frozen. Raises ConfigError if the trained variables have changed."""
@@ -346,12 +323,10 @@ class AsyncUpdate(UpdateRule):
         self._copy_to_masters()
         if self._server is not None:
             self._server.note_sync()
-            run_once(lambda: self._backend.run(lambda: self._barrier("synced")))  # before anybody pushes
+            run_once(lambda: self._backend.run(lambda: barrier(self._backend, "synced")))  # before anybody pushes
 
     def _copy_to_masters(self) -> None:
-        variables = self._by_path()
-        for path, master in self._held().items():
-            master.assign(variables[path])
+        self._masters.take()
 
     def on_state_loaded(self) -> None:
         """Begin at the model's weights."""
@@ -363,19 +338,14 @@ class AsyncUpdate(UpdateRule):
         if self._consolidated or self._server is None or self._connection is None:
             return
         self._drain()
-        masters, variables = self._held(), self._by_path()
-        if self._divides:
-            self._share_out(variables, self._owners, held=masters)
-        else:
-            self._agree_on(masters)
-            for path, master in masters.items():
-                variables[path].assign(master)
+        self._agree_on(self._masters.held)
+        self._masters.give()
         self._connection.versions = gather(self._backend, self._server.version)
         self._server.note_sync()
         self._consolidated = True
         if has_averages(self.optimizer):
             self._share_slots()
-            self._averages = self._shared_averages()
+            self._averages = self._masters.averages()
 
     def _agree_on(self, masters: Mapping[str, tf.Variable]) -> None:
         """Make masters, by path, the same on all ranks, where these hold them all. Collective."""
@@ -388,43 +358,7 @@ class AsyncUpdate(UpdateRule):
 
     def _share_slots(self) -> None:
         """Make slots that several ranks hold the same on all of them. Collective."""
-        slots = {path: slot for path, slot in self._slots().items() if slot.owner is None and path != "iterations"}
-        first = min(self._owners.values(), default=0)
-        self._share_out({path: slot.variable for path, slot in slots.items()}, dict.fromkeys(slots, first))
-
-    def _shared_averages(self) -> list[tuple[Any, tf.Tensor]]:
-        """Return the variables with the averages that their servers have of them. Collective."""
-        inner, variables = innermost(self.optimizer), self._by_path()
-        found = {path: average_of(inner, master) for path, master in zip(self._paths, self._masters, strict=True)}
-        averages = {path: tf.identity(average) for path, average in found.items() if average is not None}
-        if self._divides:
-            whole = {
-                path: tf.Variable(average if self._holds(path) else tf.zeros_like(variables[path]), trainable=False)
-                for path, average in averages.items()
-            }
-            self._share_out(whole, self._owners)
-            averages = {path: average.value() for path, average in whole.items()}
-        return [(v, averages[path]) for path, v in zip(self._paths, self._variables, strict=True) if path in averages]
-
-    def _share_out(
-        self,
-        variables: Mapping[str, tf.Variable],
-        owners: Mapping[str, int],
-        held: Mapping[str, tf.Variable] | None = None,
-    ) -> None:
-        """Assign the values of their owners, those in `held` if given, once all ranks have come here. Collective."""
-        read = held or {}
-
-        def share() -> None:
-            with tf.control_dependencies([self._barrier("shared")]):
-                for path, variable in variables.items():
-                    value = read.get(path, variable).read_value()
-                    variable.assign(self._backend.broadcast_value(value, root=owners[path], name=f"async/{path}"))
-
-        run_once(lambda: self._backend.run(share))
-
-    def _barrier(self, name: str) -> tf.Tensor:
-        return self._backend.all_reduce(tf.zeros([]), name=f"async//{name}")
+        self._masters.share_slots()
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
@@ -433,21 +367,7 @@ class AsyncUpdate(UpdateRule):
             yield
 
     def _build_optimizer(self) -> None:
-        inner = innermost(self.optimizer)
-        self.optimizer.build(self._masters)
-        for variable, master in zip(self._variables, self._masters, strict=True):
-            set_decayed(inner, master, is_decayed(inner, variable) and is_decayed(inner, master))
-        if not self._divides:
-            return
-        for each in (self.optimizer, inner):  # as Keras would save this rank's slots for all
-            vars(each)["save_own_variables"] = lambda store: None
-        slots = self._slots().items()
-        mine = {
-            path: list(slot.variable.shape) or [1]
-            for path, slot in slots
-            if slot.owner is not None and self._holds(self._paths[slot.owner])
-        }
-        self._slot_shapes = {path: tuple(shape) for each in gather(self._backend, mine) for path, shape in each.items()}
+        self._masters.build(self.optimizer)
 
 
 class _Served(Parameters):
@@ -472,41 +392,3 @@ class _Served(Parameters):
 
         with replaced(keras.Variable, "assign", assign), super().passes(has_samples) as inner:
             yield inner
-
-
-def changes_rows_alone(optimizer: Any) -> bool:
-    """Return whether an update by rows of a table leaves all other rows as they were, as a trial shows.
-
-    Momentum and weight decay move every row in every update.
-    """
-    with tf.init_scope():
-        return _changes_rows_alone(innermost(optimizer))
-
-
-def _changes_rows_alone(optimizer: Any) -> bool:
-    trial = type(optimizer).from_config(optimizer.get_config())
-    table = keras.Variable(np.ones((4, 2), np.float32), trainable=True)
-    trial.build([table])
-    for row in (0, 1):
-        before = np.array(table)
-        trial.apply([tf.IndexedSlices(tf.ones([1, 2]), tf.constant([row]), tf.constant([4, 2]))], [table])
-        if not np.array_equal(np.delete(before, row, 0), np.delete(np.array(table), row, 0)):
-            return False
-    return True
-
-
-def _nothing_of(shape: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(0, 0) for _ in shape)
-
-
-def _copy_of(variable: Any, *, placeholder: bool) -> Any:
-    """Return a variable for the optimizer, with the name by which it finds out what decays.
-
-    A placeholder has as many dims, which optimizers look at, and one element: Keras' EMA fails for none.
-    """
-    one = tf.zeros([1] * (len(variable.shape) or 1), variable.dtype)
-    value = one if placeholder else tf.identity(unwrap(variable))
-    master = keras.Variable(value, dtype=variable.dtype, trainable=True, autocast=False, name=variable.name)
-    rename(master, variable.path)
-    master.constraint = variable.constraint
-    return master
