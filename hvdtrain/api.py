@@ -11,7 +11,7 @@ from os import PathLike, fspath
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
-from hvdtrain.config.errors import ConfigError, LaunchError, LoneRanksError
+from hvdtrain.config.errors import ConfigError, LaunchError, LoneRanksError, UserError
 from hvdtrain.config.observability import traced
 from hvdtrain.config.options import check
 from hvdtrain.config.parallel import parse_axes
@@ -355,6 +355,8 @@ def _end_with_the_job(session: Session) -> None:
         atexit.unregister(leave)
         if isinstance(error, KeyboardInterrupt) and show is sys.__excepthook__:
             show_interrupt(trace)
+        elif isinstance(error, UserError) and show is sys.__excepthook__:
+            show_alone(None, error)
         else:
             show(kind, error, trace)
 

@@ -127,6 +127,17 @@ def test_init_refuses_bad_options_and_leaves_no_session(options, cause):
     assert not has_session()
 
 
+def test_a_mistake_in_a_process_that_is_alone_is_one_line(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import hvdtrain\nhvdtrain.init()\nhvdtrain.Trainer(None, clip=1)\n")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("hvdtrain: error: Trainer takes no option 'clip'."), done.stderr
+    assert last.endswith("[train.py:3]")
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 1
+
+
 @pytest.mark.extended
 def test_a_process_leaves_its_job_once():
     code = (

@@ -222,11 +222,11 @@ class Parallelization:
         except ConfigError:
             raise
         except (ValueError, TypeError, tf.errors.OpError) as error:
-            advice = _of_receiver(error) or f"{_elsewhere(model)}What was raised: {_cause(error)}"
-            raise ConfigError(
-                f"{model.name!r} cannot be called with slices of its variables: an activation of which each rank has a "
-                f"slice arrives where the whole is needed. {advice}"
-            ) from error
+            found = _of_receiver(error) or (
+                "an activation of which each rank has a slice arrives where the whole is needed. "
+                f"{_elsewhere(model)}What was raised: {_cause(error)}"
+            )
+            raise ConfigError(f"{model.name!r} cannot be called with slices of its variables: {found}") from error
         variables = structure_of(model).by_path(model.variables)
         return follow(
             sliced, whole=whole, ranks=self._exchange.size, index=self._exchange.index, variables=variables, cut=cut
@@ -237,13 +237,21 @@ NORMALIZATIONS = (keras.layers.BatchNormalization, keras.layers.LayerNormalizati
 
 
 def _of_receiver(error: Exception) -> str:
-    """Return advice on the layer that refuses its input by an error of Keras; empty if it is another error."""
+    """Return what is wrong at the layer that refuses its input by an error of Keras; empty if it is another error."""
     match = re.search(r"""of layer ['"]([^'"]+)['"] is incompatible""", str(error))
     if match is None:
         return ""
+    name = match[1]
+    sizes = re.search(r"to have value (\d+).*received input with shape \([^)]*?(\d+)\)", str(error), re.DOTALL)
+    if sizes is not None and int(sizes[1]) < int(sizes[2]):
+        return (
+            f"the whole of an activation arrives at {name!r}, which takes a slice of it, by '{name}/kernel': "
+            "('tp', None). Cut the layer before it along its output, by (None, 'tp'), or, "
+            f"where that is the input, cut {name!r} along its output in place of its input."
+        )
     return (
-        f"It arrives at {match[1]!r}: cut that along its input, by '{match[1]}/kernel': ('tp', None), or leave the "
-        "layer before it whole."
+        f"an activation of which each rank has a slice arrives where the whole is needed, at {name!r}: cut that along "
+        f"its input, by '{name}/kernel': ('tp', None), or leave the layer before it whole."
     )
 
 

@@ -103,17 +103,25 @@ def _minorities(hashes: Mapping[str, list[dict[int, int]]]) -> tuple[dict[str, l
 
 
 def _message(where: str, differing: Mapping[str, list[int]], usual: int, threads: Sequence[int]) -> str:
-    names = _named(list(differing))
+    rates = [path for path in differing if path.endswith("learning_rate")]
+    names = _named([*rates, *(path for path in differing if path not in rates)])
     ranks = sorted({rank for ranks in differing.values() for rank in ranks})
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:8]))}{more}"
-    return (
+    received = (
         f"After {where} every rank must hold the same weights and optimizer state. Received: on {which} "
-        f"other values than on rank {usual} of {names}. Something changes them by a rank's own samples or random "
-        "numbers: a train_step, layer or callback that assigns to them, such as a queue of features, or a part of the "
-        "model that is trained past its optimizers. Assign the same on every rank, from the weights or from "
-        "hvdtrain.allgather(features); let a layer count statistics of samples, which are averaged; keep what "
-        f"is each rank's own in a tf.Variable, which is not a weight of the model. {_other_causes(threads)}"
+        f"other values than on rank {usual} of {names}."
+    )
+    if rates:
+        received += " A callback that sets a learning rate must be on every rank, and set it alike."
+    if len(rates) == len(differing):
+        return received
+    return (
+        f"{received} Something changes them by a rank's own samples or random numbers: a train_step, layer or callback "
+        "that assigns to them, such as a queue of features, or a part of the model that is trained past its "
+        "optimizers. Assign the same on every rank, from the weights or from hvdtrain.allgather(features); let a layer "
+        "count statistics of samples, which are averaged; keep what is each rank's own in a tf.Variable, which is not "
+        f"a weight of the model. {_other_causes(threads)}"
     )
 
 

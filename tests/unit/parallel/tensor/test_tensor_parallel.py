@@ -817,9 +817,10 @@ class AppliesTwice(keras.Model):
 @pytest.mark.usefixtures("session")
 def test_a_layer_that_is_given_a_slice_of_its_input_is_named():
     both = {"up/kernel": (None, "tp"), "down/kernel": (None, "tp")}
-    refused(
-        between(lambda x: x), both, r"It arrives at 'down': cut that along its input, by 'down/kernel': \('tp', None\)"
-    )
+    slice_arrives = r"the whole is needed, at 'down': cut that along its input, by 'down/kernel': \('tp', None\)"
+    refused(between(lambda x: x), both, slice_arrives)
+    whole_arrives = r"the whole of an activation arrives at 'up', which takes a slice of it, by 'up/kernel'"
+    refused(between(lambda x: x), {"up/kernel": ("tp", None)}, whole_arrives)
 
 
 def test_what_a_split_model_cannot_do_yet_is_refused():

@@ -23,6 +23,7 @@ VALUES = {
     "step": tf.constant(12, tf.int64),
     "mask": tf.constant([True, False, True]),
     "empty": tf.zeros([0, 4]),
+    "optimizer/learning_rate": tf.constant(0.5),
 }
 
 
@@ -31,7 +32,8 @@ class Ranks:
 
     capabilities = SimpleNamespace(asynchronous=False)
 
-    def __init__(self, size, drifted, threads=()):
+    def __init__(self, size, drifted, threads=(), path="kernel"):
+        self.path = path
         self.threads = threads or [2] * size
         self.processes = self.job_size = size
         self.everyone = self
@@ -50,16 +52,16 @@ class Ranks:
         hashes = json.loads(mine)
         if "kernel" not in hashes:
             return [mine] * self.processes
-        group, value = hashes["kernel"]
-        theirs = [{**hashes, "kernel": [group, value + (rank in self.drifted)]} for rank in range(self.processes)]
+        group, value = hashes[self.path]
+        theirs = [{**hashes, self.path: [group, value + (rank in self.drifted)]} for rank in range(self.processes)]
         return [json.dumps(each).encode() for each in theirs]
 
 
-def check_of(size=4, drifted=(), every=DESYNC_EVERY, first_step=0, apart=None, threads=()):
+def check_of(size=4, drifted=(), every=DESYNC_EVERY, first_step=0, apart=None, threads=(), path="kernel"):
     tensors = {name: replicated_tensor(tf.Variable(value)) for name, value in VALUES.items()}
     state = SimpleNamespace(compared_tensors=lambda: tensors)
     rule = SimpleNamespace(weights_agree=True, diverging_gradients=lambda: apart or {})
-    return DesyncCheck(Ranks(size, drifted, threads), state, rule, first_step, every)
+    return DesyncCheck(Ranks(size, drifted, threads, path), state, rule, first_step, every)
 
 
 @pytest.mark.parametrize(
@@ -101,6 +103,11 @@ def test_the_ranks_in_the_minority_are_named(size, drifted, named):
     assert on_command_line(raised.value.message).startswith(
         "After step 7 every rank must hold the same weights and optimizer state."
     )
+
+
+def test_a_rate_that_a_callback_set_is_named():
+    with pytest.raises(DesyncError, match=r"of optimizer/learning_rate\. A callback that sets .* set it alike\.$"):
+        check_of(drifted=[2], path="optimizer/learning_rate").look("step 7")
 
 
 def test_other_numbers_of_threads_are_named_as_a_cause():
