@@ -16,6 +16,7 @@ from hvdtrain.config.parallel import DATA_AXES
 from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.batch import Batch, Change, check_division, count_of, per_replica
 from hvdtrain.data.pipeline import SourceEvaluation, SourceTraining, TrainingData
+from hvdtrain.data.streams.cut import Cut
 from hvdtrain.data.streams.dataset_batches import DatasetTraining, evaluation_of_dataset
 from hvdtrain.data.streams.given import (
     AsMany,
@@ -28,7 +29,6 @@ from hvdtrain.data.streams.given import (
     same_arrays,
 )
 from hvdtrain.data.streams.python_batches import (
-    Cut,
     FirstPass,
     GeneratorTraining,
     PyDatasetTraining,

@@ -14,8 +14,9 @@ from hvdtrain.config.errors import ConfigError, DataError, opt
 from hvdtrain.config.user_code import arguments_for, load_function
 from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.source import DataSplits, input_shape
+from hvdtrain.data.streams.cut import standard
 from hvdtrain.data.streams.given import content_of
-from hvdtrain.data.streams.python_batches import each_once, is_stream, opened, standard
+from hvdtrain.data.streams.python_batches import each_once, is_stream, opened
 from hvdtrain.data.streams.sharded_dataset import batch_size_of
 from hvdtrain.runtime.logs import warn_on_first
 

@@ -8,7 +8,8 @@ import tensorflow as tf
 from hvdtrain.config.errors import ConfigError, DataError, NoSamplesError, opt
 from hvdtrain.data.batch import Batch, Change, as_batch
 from hvdtrain.data.pipeline import PREFETCH, no_autograph, sliced, steps_of_epoch
-from hvdtrain.data.streams.python_batches import Cut, FirstPass, name_of
+from hvdtrain.data.streams.cut import Cut
+from hvdtrain.data.streams.python_batches import FirstPass, name_of
 from hvdtrain.data.streams.sharded_dataset import ShardedDataset, length_of
 
 

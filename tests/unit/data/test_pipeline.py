@@ -15,8 +15,8 @@ from hvdtrain.data.batch import per_replica, slice_batch
 from hvdtrain.data.digits import load_digits
 from hvdtrain.data.pipeline import ReadOptions, SourceEvaluation, SourceTraining
 from hvdtrain.data.registry import load_splits
+from hvdtrain.data.streams.cut import Cut
 from hvdtrain.data.streams.dataset_batches import DatasetTraining
-from hvdtrain.data.streams.python_batches import Cut
 from hvdtrain.training.inputs import training_data, validation_batches
 from tests.extended import mostly_extended
 from tests.unit.gathering import on_ranks

@@ -13,8 +13,8 @@ import tensorflow as tf
 from hvdtrain.backends.single import SingleBackend
 from hvdtrain.data.batch import slice_batch
 from hvdtrain.data.streams import python_batches
+from hvdtrain.data.streams.cut import Cut
 from hvdtrain.data.streams.dataset_batches import DatasetTraining
-from hvdtrain.data.streams.python_batches import Cut
 from hvdtrain.data.streams.sharded_dataset import sharded
 from hvdtrain.training.inputs import training_data, with_class_weights
 from tests.extended import mostly_extended

@@ -12,7 +12,8 @@ import pytest
 from hvdtrain.backends.single import SingleBackend
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.streams import python_batches
-from hvdtrain.data.streams.python_batches import Cut, GeneratorTraining, PyDatasetTraining, StreamEvaluation, ahead
+from hvdtrain.data.streams.cut import Cut
+from hvdtrain.data.streams.python_batches import GeneratorTraining, PyDatasetTraining, StreamEvaluation, ahead
 from hvdtrain.training.inputs import training_data, validation_batches, with_class_weights
 from hvdtrain.training.trainer import Trainer
 from tests.builders import samples
