@@ -117,7 +117,7 @@ def kinds_of(
         neither = any(not _adds_up(first[i], second[i], whole[i], mean=kinds[i] == "mean") for i in targets)
     found = Kinds(added=kinds_in("added"), targets=kinds_in("targets"), means=kinds_in("means"), figures=sums)
     hidden = sums and any(number.role == "targets" and number.name == _HIDDEN for number in formed)
-    return found, [_of_pairs(type(model).__name__)] * neither + [_of_hidden_sum(model, sums)] * bool(hidden)
+    return found, [_of_pairs(f"of {type(model).__name__}")] * neither + [_of_hidden_sum(model, sums)] * bool(hidden)
 
 
 def inspect_losses(model: Any, batch: Batch) -> tuple[bool, list[str]]:
@@ -178,7 +178,48 @@ def inspect_losses(model: Any, batch: Batch) -> tuple[bool, list[str]]:
             raise refusal_of_number(names)
     of_samples = [each for each, is_number in zip(known, are_numbers, strict=True) if not is_number]
     added_up = all(_adds_up(*each, mean=False) for each in of_samples)
-    return any(are_numbers), [] if added_up else [_of_pairs(names)]
+    return any(are_numbers), [] if added_up else [_of_pairs(f"of {names}")]
+
+
+def inspect_added_losses(model: Any, batch: Batch, logs: StepLogs) -> list[str]:
+    """Return a warning of losses that layers add and that come to something else for a batch than for its halves.
+
+    In evaluation, where neither dropout nor statistics of a batch keep halves from adding up; in training where layers
+    add none then.
+    """
+    halves = halves_of(batch._replace(has_samples=1.0))
+    own = {_described(layer) for layer in flatten_layers(model) if _adds_losses(layer)}
+    formed: list[_Number] = []
+    for training in (False, True):
+
+        def step(batch: Batch, training: bool = training) -> None:
+            model(batch.inputs, training=training)
+
+        def numbers(batch: Batch, step: Callable[[Batch], None] = step) -> list[tf.Tensor]:
+            found = _formed(model, batch, total=number_of_samples(batch), step=step, logs=logs)
+            formed[:] = [each for each in found if each.role == "added" and each.name in own]
+            return [tf.cast(each.value, tf.float64) for each in formed]
+
+        compute = tf.function(numbers, autograph=False, reduce_retracing=True)
+        graph = compute.get_concrete_function(batch if halves is None else halves[2]).graph
+        if formed:
+            break
+    if halves is None or not formed or exchanges(graph) or draws(graph) or (training and _mixes_by_design(model, [])):
+        return []
+    with unchanged(model, graph):
+        values = zip(*([float(each) for each in compute(part)] for part in halves), strict=True)
+        names = [
+            number.name
+            for number, parts in zip(formed, values, strict=True)
+            if not any(_adds_up(*parts, mean=mean, tolerance=_tolerance(model)) for mean in (True, False))
+        ]
+    return [_of_pairs(f"that {' and '.join(dict.fromkeys(names))} adds")] if names else []
+
+
+def _tolerance(model: Any) -> float:
+    """Return the deviation of numbers that a model computes, by the bits of its layers."""
+    short = any(layer.compute_dtype in ("float16", "bfloat16") for layer in flatten_layers(model))
+    return EXACT if short else _ROUNDING
 
 
 def _padded(halves: Sequence[Batch], number: int) -> tuple[Any, Any, Any]:
@@ -242,9 +283,8 @@ def _formed(
             found.append(_Number(role, _HIDDEN, 0.0))
 
     def add_loss(layer: Any, loss: Any) -> None:
-        name = f"{type(layer).__name__} {layer.name!r}"
         for term in tf.nest.flatten(loss):
-            note("added", name, term)
+            note("added", _described(layer), term)
 
     def differentiated(own: Gradients, target: Any, sources: Any, upstream: Any) -> Any:
         note("targets", "loss", target)
@@ -288,6 +328,10 @@ def _formed(
         if isinstance(returned, dict):
             found.extend(_Number("figures", name, value) for name, value in logs.own_numbers(returned).items())
     return found
+
+
+def _described(layer: Any) -> str:
+    return f"{type(layer).__name__} {layer.name!r}"
 
 
 def _doubled(batch: Batch) -> Batch:
@@ -346,9 +390,9 @@ def _refusal(layer: str, once: float, twice: float) -> ConfigError:
     )
 
 
-def _of_pairs(name: str) -> str:
+def _of_pairs(whose: str) -> str:
     return (
-        f"warning: the loss of {name} is neither a mean nor a sum over the samples: halves of a batch do not give that "
+        f"warning: the loss {whose} is neither a mean nor a sum over the samples: halves of a batch do not give that "
         "of the batch, as where samples are compared with one another, or divided by a sum over them. Each rank "
         "computes it for its own samples alone. To compare all of them, gather what is compared: "
         "hvdtrain.all_gather(embeddings)."

@@ -32,7 +32,7 @@ from hvdtrain.training.step.checks import check_positions, check_states, check_s
 from hvdtrain.training.step.contract import CompiledStep
 from hvdtrain.training.step.forward_backward import ForwardBackward
 from hvdtrain.training.step.logs import StepLogs
-from hvdtrain.training.step.loss_kinds import inspect_losses, kinds_of, may_form_sums
+from hvdtrain.training.step.loss_kinds import inspect_added_losses, inspect_losses, kinds_of, may_form_sums
 from hvdtrain.training.step.loss_terms import MEANS, Kinds
 from hvdtrain.training.step.optimizers import (
     OptimizerExchange,
@@ -187,6 +187,8 @@ class KerasStepFactory:
         if may_form_sums(model):
             found, warnings = self._kinds_of(batch, self._forms())
             self.warnings += warnings
+            if self._backend.size > 1 and found.added and not reads_outputs(model):
+                self.warnings += inspect_added_losses(model, batch, self._logs)
         self._kinds = replace(found, batch_means=batch_means)
         self._evaluator.kinds = Kinds(added=found.added, batch_means=batch_means)
 

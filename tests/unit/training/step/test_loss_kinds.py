@@ -9,7 +9,7 @@ from hvdtrain.backends.single import NoOpCollectives, SingleBackend
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.batch import as_batch
 from hvdtrain.training.step.logs import StepLogs
-from hvdtrain.training.step.loss_kinds import inspect_losses, kinds_of, may_form_sums
+from hvdtrain.training.step.loss_kinds import inspect_added_losses, inspect_losses, kinds_of, may_form_sums
 from hvdtrain.training.step.loss_terms import Kinds, LossTerms
 from hvdtrain.training.step.optimizers import unapplied
 
@@ -252,6 +252,45 @@ def test_an_added_loss_that_is_neither_is_refused():
     model = model_with(tf.reduce_mean, layers=[Spread()])
     with pytest.raises(ConfigError, match=r"Spread 'spread\S*' adds a loss that is neither a mean nor a sum"):
         found(model)
+
+
+class Adds(keras.layers.Layer):
+    def __init__(self, loss_of, in_training_only=False):
+        super().__init__(name="adds")
+        self.loss_of, self.in_training_only = loss_of, in_training_only
+
+    def call(self, inputs, training=False):
+        if training or not self.in_training_only:
+            self.add_loss(self.loss_of(inputs))
+        return inputs
+
+
+@pytest.mark.parametrize("in_training_only", [False, True])
+@pytest.mark.parametrize(
+    ("loss_of", "adds_up"),
+    [
+        (lambda x: tf.reduce_mean(tf.square(x)), True),
+        (lambda x: tf.reduce_sum(tf.abs(x)), True),
+        (lambda x: tf.square(x[:, 0]), True),
+        (lambda x: tf.constant(2.0), True),
+        (lambda x: tf.reduce_mean(tf.math.reduce_std(x, 0)), False),
+        (lambda x: tf.sqrt(tf.reduce_mean(tf.square(x))), False),
+        (lambda x: tf.reduce_max(tf.abs(x)), False),
+        (lambda x: tf.reduce_sum(tf.square(tf.reduce_mean(x, 0))), False),
+        (lambda x: tf.square(tf.norm(x)) / tf.reduce_sum(tf.abs(x)), False),
+    ],
+)
+def test_an_added_loss_of_samples_together_is_named(loss_of, adds_up, in_training_only):
+    layers = [] if in_training_only else [keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)]
+    model = keras.Sequential([keras.Input((3,)), Adds(loss_of, in_training_only), *layers, keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    batch = as_batch((tf.constant(X), tf.constant(X[:, :1])), 1.0, len(X))
+    before = model.get_weights()
+    warnings = inspect_added_losses(model, batch, StepLogs(SingleBackend(None), model, "train_step"))
+    assert len(warnings) == (not adds_up)
+    assert adds_up or "the loss that Adds 'adds' adds is neither a mean nor a sum" in warnings[0]
+    for one, other in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_models_of_kerass_own_code_need_no_look():
