@@ -36,7 +36,10 @@ def panel_of(model: str, runs: Sequence[Run]) -> Bars:
     of_two = {run.name: run.medians("windows_ms") for run in runs if _is_of_two(run, model)}
     found = {label: ratio(of_two.get(side, []), of_two[OURS]) for side, label in SIDES.items()}
     values = {label: value for label, value in found.items() if not isinstance(value, Refused)}
-    return Bars(MODELS[model], values, mark=1.0)
+    last = model == list(MODELS)[-1]
+    return Bars(
+        MODELS[model], values, mark=1.0, xlabel="step time, as a multiple of hvdtrain's over MPI" if last else ""
+    )
 
 
 def _is_of_two(run: Run, model: str) -> bool:

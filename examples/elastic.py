@@ -29,7 +29,8 @@ class Ranks(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         if hvdtrain.rank() == 0:
-            print(f"training on {hvdtrain.size()} ranks", flush=True)
+            ranks = hvdtrain.size()
+            print(f"training on {ranks} rank{'s' if ranks > 1 else ''}", flush=True)
 
 
 images, labels = load_digits()

@@ -59,7 +59,7 @@ def run(
         The results of ranks 0 to `np` - 1; they are sent by cloudpickle, too.
 
     Raises:
-        ConfigError: called within a job, or `np` is no number of ranks.
+        ConfigError: called within a job, with no function, or `np` is no number of ranks.
         LaunchError: the job failed; the message has the first exception of a rank.
 
     Example::
@@ -77,6 +77,8 @@ def run(
 
     if detect_environment().size > 1:
         raise ConfigError("hvdtrain.run starts ranks itself. Received: a call within a job; call the function there.")
+    if not callable(function):
+        raise ConfigError(f"hvdtrain.run calls a function on each rank. Received: {function!r}.")
     if np < 1:
         raise ConfigError(f"hvdtrain.run needs at least one rank. Received: np={np}.")
     with tempfile.TemporaryDirectory(prefix="hvdtrain-run-", dir=folder) as name:

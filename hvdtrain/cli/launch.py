@@ -16,6 +16,7 @@ from typing import NamedTuple
 from hvdtrain.cli.parser import Parser, positive
 from hvdtrain.cli.running import run_here
 from hvdtrain.config.errors import ConfigError, LaunchError
+from hvdtrain.config.registry import suggestion
 from hvdtrain.runtime.devices import count_cores
 from hvdtrain.runtime.diagnosis.machine import mpi_identity
 from hvdtrain.runtime.launchers import DRAW_SECRET, SECRET_VARIABLE, detect_environment, has_secret, in_step
@@ -82,6 +83,9 @@ def parse(argv: list[str]) -> Options:
     add("--launcher-args", type=shlex.split, default=[], metavar="'...'", help="further flags of the launcher")
     add("--run", action="store_true", help="run the command in place of printing it")
     own, arguments = parser.split(argv)
+    if arguments and arguments[0].startswith("-") and any(word.endswith(".py") for word in arguments):
+        flag = arguments[0].partition("=")[0]
+        raise ConfigError(f"launch has no option {flag!r}.{suggestion(flag, dict.fromkeys(parser.options, ''))}")
     options: Options = parser.parse_args(own, Options(arguments=arguments))
     return options
 

@@ -2,11 +2,12 @@
 
 import base64
 import dataclasses
+import difflib
 import errno
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,12 +121,29 @@ def _merge(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
+def _suggestion(path: str) -> str:
+    """Return " Perhaps you meant: section.option." for an option in the wrong section, or a near miss."""
+    known = [
+        f"{section}.{option}"
+        for section, options in dataclasses.asdict(Config(recipe="")).items()
+        for option in (options if isinstance(options, dict) else ())
+    ]
+    elsewhere = [each for each in known if each.rpartition(".")[2] == path.rpartition(".")[2]]
+    near = elsewhere or difflib.get_close_matches(path, known, n=1) or _nearest_name(path, known)
+    return f" Perhaps you meant: {near[0]}." if near else ""
+
+
+def _nearest_name(path: str, known: Sequence[str]) -> list[str]:
+    names = {each.rpartition(".")[2]: each for each in known}
+    return [names[name] for name in difflib.get_close_matches(path.rpartition(".")[2], names, n=1)]
+
+
 def _lines(invalid: Any) -> list[str]:
     lines = []
     for problem in invalid.errors():
         path = ".".join(str(part) for part in problem["loc"])
         if problem["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-            lines.append(f"  {path}: there is no such option")
+            lines.append(f"  {path}: there is no such option.{_suggestion(path)}")
         else:
             error = problem.get("ctx", {}).get("error")
             users = isinstance(error, UserError)

@@ -68,6 +68,13 @@ def curve(records: Records, kind: str, name: str) -> tuple[Floats, Floats]:
     return steps, values
 
 
+def without_stubs(steps: Floats, values: Floats) -> tuple[Floats, Floats]:
+    """Leave out values of fewer than half of the usual steps, as at an epoch's end: they scatter more, like events."""
+    since = np.diff(steps)
+    whole = np.concatenate([np.ones(min(len(steps), 1), bool), since * 2 >= np.median(since) if len(since) else []])
+    return steps[whole.astype(bool)], values[whole.astype(bool)]
+
+
 def smoothed(values: Floats) -> Floats:
     """Return a moving average over about a thirtieth of `values`, ignoring gaps."""
     window = np.ones(len(values) // 60 * 2 + 1)
@@ -78,7 +85,8 @@ def smoothed(values: Floats) -> Floats:
 
 
 def _draw_panel(axes: Any, records: Records, name: str) -> None:
-    (steps, values), (evaluated, validation) = curve(records, "step", name), curve(records, "evaluation", name)
+    steps, values = without_stubs(*curve(records, "step", name))
+    evaluated, validation = curve(records, "evaluation", name)
     if np.isfinite(values).any():
         marker = "o" if len(values) == 1 else ""
         if len(values) > 60:

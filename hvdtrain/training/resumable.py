@@ -286,7 +286,7 @@ def nothing_left(scalars: Scalars) -> str:
     how = "a callback stopped it" if scalars.stopped else "all of its epochs are trained"
     return (
         f"warning: there is nothing left to train: {how} ({plural(scalars.epoch_of_training, 'epoch')}). "
-        "trainer.restore(folder) in place of resume begins a new training from there."
+        "More epochs=N extend it; trainer.restore(folder) in place of resume begins a new training from there."
     )
 
 

@@ -66,6 +66,8 @@ def test_a_result_that_cannot_be_sent_is_an_error_of_its_rank(here):
 def test_what_cannot_be_started_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match=r"at least one rank\. Received: np=0"):
         hvdtrain.run(print, np=0)
+    with pytest.raises(ConfigError, match=r"calls a function on each rank\. Received: 'train'"):
+        hvdtrain.run("train")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "0")

@@ -319,6 +319,7 @@ def test_what_follows_the_options_is_the_trainings(here, capsys, words, rest):
         ("--gloo --mpi digits", "not allowed with argument"),
         ("--hostfile missing digits", "The file of hosts cannot be read. Received: missing"),
         ("-np", "expected one argument"),
+        ("-np 2 --glou train.py", "launch has no option '--glou'. Perhaps you meant: --gloo."),
     ],
 )
 def test_mistakes_in_its_options(here, capsys, words, message):

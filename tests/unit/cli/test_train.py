@@ -120,7 +120,10 @@ def test_a_mistake_on_the_command_line_is_explained(argv, parts):
 def test_an_unknown_key_in_the_file_is_named_with_its_path(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("optim: {learning_rat: 1}\n", encoding="utf-8")
-    assert said("--config", file) == f"--config {file} does not fit: optim.learning_rat: there is no such option"
+    assert said("--config", file) == (
+        f"--config {file} does not fit: optim.learning_rat: there is no such option. "
+        "Perhaps you meant: optim.learning_rate."
+    )
 
 
 def test_a_file_of_another_recipe_is_refused(tmp_path):

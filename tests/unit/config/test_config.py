@@ -286,10 +286,18 @@ def test_numbers_that_yaml_takes_for_text_are_numbers(tmp_path):
 @pytest.mark.parametrize(
     ("values", "line"),
     [
-        ({"optim": {"learning_rat": 1}}, "optim.learning_rat: there is no such option"),
+        (
+            {"optim": {"learning_rat": 1}},
+            "optim.learning_rat: there is no such option. Perhaps you meant: optim.learning_rate.",
+        ),
         ({"optimizer": {"learning_rate": 1}}, "optimizer: there is no such option"),
-        ({"epochs": 3}, "epochs: there is no such option"),  # an option outside of its section
-        ({"data": {"epochs": 3}}, "data.epochs: there is no such option"),
+        (
+            {"epochs": 3},
+            "epochs: there is no such option. Perhaps you meant: training.epochs.",
+        ),  # an option outside of its section
+        ({"data": {"epochs": 3}}, "data.epochs: there is no such option. Perhaps you meant: training.epochs."),
+        ({"batc": 64}, "batc: there is no such option. Perhaps you meant: data.batch."),
+        ({"training": {"xyzzyx": 64}}, "training.xyzzyx: there is no such option."),
         ({1: 2}, "1: Keys should be strings. Received: 1."),
         ({"training": {1: 2}}, "training.1: Keys should be strings. Received: 1."),
         ({"training": None}, "training: "),

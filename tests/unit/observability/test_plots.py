@@ -66,6 +66,14 @@ def test_another_metric_takes_the_place_of_accuracy() -> None:
     assert plots.second_panel([STEP]) == []
 
 
+def test_what_an_epochs_last_step_alone_came_to_is_left_out() -> None:
+    steps, values = np.array([1.0, 10, 20, 21, 30, 40, 42]), np.arange(7.0)
+    for found, expected in zip(plots.without_stubs(steps, values), ([1, 10, 20, 30, 40], [0, 1, 2, 4, 5]), strict=True):
+        np.testing.assert_array_equal(found, expected)
+    for count in (0, 1, 2):
+        assert len(plots.without_stubs(steps[:count], values[:count])[0]) == count
+
+
 def test_a_file_that_is_no_metrics_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("no\n")
     with pytest.raises(DataError):
