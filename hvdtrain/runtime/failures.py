@@ -114,6 +114,8 @@ class FailFast:
             shows = self._shows(control, describe(error, self.wording)[-_REPORTED_CHARACTERS:])
         if shows:
             show_failure(environment, error, stream=self.stream, remark=remark, wording=self.wording)
+        elif self.stream is None:
+            _close_standard_error()
         time.sleep(self.grace.output if shows else self.grace.silent)
         control.abort(exit_code(error))
 
@@ -184,6 +186,12 @@ class FailFast:
             return False, ""
         control.report_failure(remark)
         return True, remark
+
+
+def _close_standard_error() -> None:
+    """Discard what Horovod's thread would say of connections that the rank with the cause closes."""
+    flush_output()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def _has_lost_rank_0(control: ControlChannel, environment: Environment) -> bool:

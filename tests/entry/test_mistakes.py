@@ -28,6 +28,14 @@ def test_unknown_option(tmp_path, controller):
 
 
 @pytest.mark.extended
+def test_a_batch_that_does_not_divide(tmp_path):
+    """All ranks meet the mistake; Horovod's threads say nothing of the connections that the first closes."""
+    job = hvdtrain("gloo", 3, "digits", cwd=tmp_path, code=None)
+    refused(job, "64", "3")
+    assert "background loop" not in job.text
+
+
+@pytest.mark.extended
 def test_ranks_with_different_configurations(tmp_path):
     words = [sys.executable, "-m", "hvdtrain", "--run-dir", "run"]
     job = run(
