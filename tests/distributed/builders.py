@@ -115,3 +115,15 @@ def trained_alone(kind: str, optimizer: str, dtype: str) -> list[np.ndarray]:
 
 def assert_moved(weights: Sequence[np.ndarray], start: Sequence[np.ndarray]) -> None:
     assert moved(weights, start) >= 1e-2, "the weights hardly moved: the comparison says nothing"
+
+
+def optimizers_of_keras() -> dict[str, type]:
+    """Return the classes of keras.optimizers by name, without the base class and what wraps others."""
+    left_out = {"LossScaleOptimizer", "MultiOptimizer", "Optimizer"}
+    found = {
+        name: kind
+        for name, kind in vars(keras.optimizers).items()
+        if isinstance(kind, type) and issubclass(kind, keras.optimizers.Optimizer) and name not in left_out
+    }
+    assert len(found) >= 13
+    return found

@@ -5,8 +5,8 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from builders import BATCH, CROSS_ENTROPY, EPOCHS, MODELS, SAMPLES, batches_of, per_sample
-from world import World, exact_arrays, flat_bytes, plain_training, refused, relative_error
+from builders import BATCH, CROSS_ENTROPY, EPOCHS, MODELS, SAMPLES, batches_of, optimizers_of_keras, per_sample
+from world import World, computing_in, exact_arrays, flat_bytes, plain_training, refused, relative_error
 from worlds import worlds
 
 import hvdtrain
@@ -147,6 +147,40 @@ def check_hybrid_training_goes_on_from_checkpoints(world: World) -> None:
         assert world.same_everywhere(flat_bytes(second.model.get_weights()))
         error = relative_error(second.model.get_weights(), whole)
         assert error <= 1e-9, f"{before} {after}: {error:.2e}"
+
+
+@worlds("mpirun-2", extended=True)
+@exact_arrays()
+@computing_in("float64")
+def check_every_optimizer_on_servers_is_that_of_an_all_reduce(world: World) -> None:
+    """With tables named, dense variables on all ranks, and a checkpoint on the way; each slot of a table lies once."""
+    fit = {"batch": BATCH, "shuffle": False, "verbose": False}
+
+    def trainer_of(kind: Any, **options: Any) -> Any:
+        return hvdtrain.Trainer(two_tables(0), kind(0.02), CROSS_ENTROPY, backend=world.backend, **options)
+
+    kinds = optimizers_of_keras()
+    with refused("does not go with Nadam, which advances u_product in each update", ConfigError):
+        trainer_of(kinds.pop("Nadam"), update="hybrid", server_variables=(TABLE,)).fit(data(), **FIT)
+    for name, kind in kinds.items():
+        expected = trainer_of(kind)
+        expected.fit(data(), epochs=2, **fit)
+        hybrid = {"update": "hybrid", "server_variables": (TABLE,)}
+        trainer_of(kind, **hybrid).fit(data(), epochs=1, checkpoint=world.folder / name, **fit)
+        found = trainer_of(kind, **hybrid)
+        found.resume(world.folder / name)
+        found.fit(data(), epochs=2, **fit)
+        error = relative_error(found.model.get_weights(), expected.model.get_weights())
+        assert error <= 1e-9, f"{name}: {error:.2e}"
+        held = [int(text) for text in world.gather(str(elements(found.optimizer)).encode())]
+        whole = elements(expected.optimizer)
+        tables = [np.size(v) for v in found.model.trainable_variables if TABLE in v.path]
+        slots = (whole // sum(np.size(v) for v in found.model.trainable_variables)) * sum(tables)
+        assert sum(held) <= whole * world.size - slots * (world.size - 1) + 64, f"{name}: {held} of {whole}"
+
+
+def elements(optimizer: Any) -> int:
+    return sum(tf.convert_to_tensor(v.value).shape.num_elements() for v in optimizer.variables)
 
 
 @worlds("mpirun-2", extended=True)

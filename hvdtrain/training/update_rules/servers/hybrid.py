@@ -28,14 +28,14 @@ from hvdtrain.training.options import StepOptions
 from hvdtrain.training.step.contract import CompiledStep, LocalGradients, Totals
 from hvdtrain.training.update_rules.local_sgd import unique_rows
 from hvdtrain.training.update_rules.servers.layout import changes_rows_alone, owners_of
-from hvdtrain.training.update_rules.servers.masters import share_out
 from hvdtrain.training.update_rules.servers.rule import AsyncUpdate
 
 
 class HybridUpdate(AsyncUpdate):
     """Reduces dense gradients; pushes rows of tables to servers and pulls them.
 
-    Raises ConfigError for an optimizer that keeps an EMA of weights, or if no variable belongs on a server.
+    Raises ConfigError for an optimizer that keeps an EMA of weights or more counts than one, or if no variable belongs
+    on a server.
     """
 
     name = "hybrid"
@@ -49,6 +49,12 @@ class HybridUpdate(AsyncUpdate):
                 "create the optimizer without use_ema."
             )
         super().__init__(backend, model, optimizer, options)
+        advanced = self._masters.advanced_by_updates()
+        if advanced:
+            raise ConfigError(
+                f"{opt('update', self.name)} does not go with {type(innermost(optimizer)).__name__}, which advances "
+                f"{', '.join(advanced)} in each update: servers and ranks would both do so. Use Adam."
+            )
         self._bound, self.divisors = 0, "exchanged"
         self._reducer = WeightedReducer(backend, self._options.reduction_on(backend))
         self._served: frozenset[str] = frozenset()
@@ -143,6 +149,7 @@ class HybridUpdate(AsyncUpdate):
             if self._backend.primary:
                 names = [v.path for path, v in zip(self._paths, self._variables, strict=True) if path in gradients]
                 LOGGER.info(f"on servers: {', '.join(names)}; all other gradients are reduced")
+            self._masters.divide(self._owners)
         super()._lay_out(gradients)
 
     def paced(self, step: CompiledStep, data: TrainingData, state: TrainState) -> tuple[Any, Any]:
@@ -158,13 +165,5 @@ class HybridUpdate(AsyncUpdate):
         """Return whether all parameters are finite, in the compiled step."""
         return super(AsyncUpdate, self).finite_parameters(state)
 
-    def _agree_on(self, masters: Mapping[str, tf.Variable]) -> None:
-        share_out(self._backend, {path: each for path, each in masters.items() if path in self._served}, self._owners)
-
     def _share_slots(self) -> None:
-        slots, owners = {}, {}
-        for path, slot in self._masters.slots().items():
-            of = None if slot.owner is None else self._paths[slot.owner]
-            if of in self._served:
-                slots[path], owners[path] = slot.variable, self._owners[of]
-        share_out(self._backend, slots, owners)
+        """All ranks have the same of those that belong to no variable."""

@@ -13,7 +13,7 @@ from hvdtrain.runtime.compiled import run_once
 from hvdtrain.runtime.placement import whole_box
 from hvdtrain.state.named_tensors import NamedTensor, replicated_tensor
 from hvdtrain.state.optimizers import Slot, slot_tensors
-from hvdtrain.state.variables import unwrap
+from hvdtrain.state.variables import free_memory, unwrap
 
 
 class Masters:
@@ -22,10 +22,10 @@ class Masters:
     Args:
         backend: the ranks.
         variables: the model's, as Keras variables, by path.
-        owners: the rank that has a variable's master and slots; the others have placeholders. None: each has all.
+        owners: the rank that has a variable's master and slots, where the others have placeholders.
     """
 
-    def __init__(self, backend: Backend, variables: Mapping[str, Any], owners: Mapping[str, int] | None) -> None:
+    def __init__(self, backend: Backend, variables: Mapping[str, Any], owners: Mapping[str, int]) -> None:
         self._backend = backend
         self._variables = variables
         self._owners = owners
@@ -34,7 +34,7 @@ class Masters:
 
     def has(self, path: str) -> bool:
         """Return whether this rank has a variable's master."""
-        return self._owners is None or self._owners[path] == self._backend.index
+        return self._owners.get(path, self._backend.index) == self._backend.index
 
     @property
     def held(self) -> dict[str, tf.Variable]:
@@ -47,20 +47,43 @@ class Masters:
         optimizer.build(list(self.by_path.values()))
         for path, master in self.by_path.items():
             set_decayed(inner, master, is_decayed(inner, self._variables[path]) and is_decayed(inner, master))
-        if self._owners is None:
-            return
-        for each in (optimizer, inner):  # as Keras would save this rank's slots for all
+        if self._owners:
+            self._save_no_slots()
+            mine = {
+                path: list(slot.variable.shape) for path, slot in self._slots_of_variables() if self._has_slot(slot)
+            }
+            everyone = gather(self._backend, mine)
+            self._slot_shapes = {path: tuple(shape) for each in everyone for path, shape in each.items()}
+
+    def divide(self, owners: Mapping[str, int]) -> None:
+        """Leave variables, which every rank has by now, to their owners, and free the memory of all others."""
+        self._owners = owners
+        self._save_no_slots()
+        self._slot_shapes = {path: tuple(slot.variable.shape) for path, slot in self._slots_of_variables()}
+        let_go = [slot.variable for _, slot in self._slots_of_variables() if not self._has_slot(slot)]
+        for variable in (*let_go, *(unwrap(v) for path, v in self.by_path.items() if not self.has(path))):
+            free_memory(variable)
+
+    def _save_no_slots(self) -> None:
+        """Keep Keras from saving this rank's slots for all."""
+        for each in (self._optimizer, innermost(self._optimizer)):
             vars(each)["save_own_variables"] = lambda store: None
-        mine = {
-            path: list(slot.variable.shape) or [1]
-            for path, slot in self.slots().items()
-            if slot.owner is not None and self.has(self.owner_of(slot.owner))
-        }
-        self._slot_shapes = {path: tuple(shape) for each in gather(self._backend, mine) for path, shape in each.items()}
+
+    def _slots_of_variables(self) -> list[tuple[str, Slot]]:
+        return [(path, slot) for path, slot in self.slots().items() if slot.owner is not None]
+
+    def _has_slot(self, slot: Slot) -> bool:
+        return slot.owner is None or self.has(self.owner_of(slot.owner))
 
     def slots(self) -> dict[str, Slot]:
         """Return the optimizer's variables by role and path."""
         return slot_tensors(self._optimizer, list(self.by_path.values()), list(self.by_path))
+
+    def advanced_by_updates(self) -> list[str]:
+        """Return the roles of what the innermost optimizer has for all variables, beside steps and rate (Nadam's)."""
+        slots = slot_tensors(innermost(self._optimizer), list(self.by_path.values()), list(self.by_path))
+        shared = (role for role, slot in slots.items() if slot.owner is None)
+        return [role for role in shared if role not in ("iterations", "learning_rate")]
 
     def owner_of(self, slot: int) -> str:
         """Return the path of the variable that `Slot.owner` counts."""
@@ -71,10 +94,11 @@ class Masters:
         return {f"optimizer/{path}": self._named_tensor(path, slot) for path, slot in self.slots().items()}
 
     def _named_tensor(self, path: str, slot: Slot) -> NamedTensor:
-        if slot.owner is None or self._owners is None:
+        if slot.owner is None or self.owner_of(slot.owner) not in self._owners:
             return replicated_tensor(slot.variable)
-        shape = self._slot_shapes.get(path, tuple(slot.variable.shape))
-        region = whole_box(shape) if self.has(self.owner_of(slot.owner)) else tuple(slice(0, 0) for _ in shape)
+        # A number is saved as one element, since a slice of it cannot be empty.
+        shape = self._slot_shapes.get(path, tuple(slot.variable.shape)) or (1,)
+        region = whole_box(shape) if self._has_slot(slot) else tuple(slice(0, 0) for _ in shape)
         return NamedTensor(slot.variable, shape, region, replicated=False)
 
     def take(self) -> None:
@@ -84,18 +108,18 @@ class Masters:
 
     def give(self) -> None:
         """Set the model's weights to the masters. Collective where these are divided."""
-        if self._owners is not None:
-            weights = {path: unwrap(variable) for path, variable in self._variables.items()}
-            share_out(self._backend, weights, self._owners, held=self.held)
-            return
-        for path, master in self.held.items():
-            unwrap(self._variables[path]).assign(master)
+        held = self.held
+        for path in held.keys() - self._owners.keys():
+            unwrap(self._variables[path]).assign(held[path])
+        if self._owners:
+            divided = {path: unwrap(self._variables[path]) for path in self._owners}
+            share_out(self._backend, divided, self._owners, held=held)
 
     def share_slots(self) -> None:
         """Give all ranks the slots that belong to no variable, but for the count of steps. Collective."""
         slots = {path: slot.variable for path, slot in self.slots().items() if slot.owner is None}
         slots.pop("iterations", None)
-        first = min((self._owners or {}).values(), default=0)
+        first = min(self._owners.values(), default=0)
         share_out(self._backend, slots, dict.fromkeys(slots, first))
 
     def averages(self) -> list[tuple[Any, tf.Tensor]]:
@@ -103,13 +127,14 @@ class Masters:
         inner = innermost(self._optimizer)
         found = {path: average_of(inner, master) for path, master in self.by_path.items()}
         averages = {path: tf.identity(average) for path, average in found.items() if average is not None}
-        if self._owners is not None:
-            whole = {
-                path: tf.Variable(average if self.has(path) else tf.zeros_like(self._variables[path]), trainable=False)
-                for path, average in averages.items()
-            }
+        whole = {
+            path: tf.Variable(average if self.has(path) else tf.zeros_like(self._variables[path]), trainable=False)
+            for path, average in averages.items()
+            if path in self._owners
+        }
+        if whole:
             share_out(self._backend, whole, self._owners)
-            averages = {path: average.value() for path, average in whole.items()}
+        averages |= {path: average.value() for path, average in whole.items()}
         return [(self._variables[path], average) for path, average in averages.items()]
 
 

@@ -62,7 +62,7 @@ class AsyncUpdate(UpdateRule):
     gradients_alone_change = True
     """Whether servers change parameters by gradients only."""
     _divides = True
-    """Whether a rank has the masters and slots of its own variables alone."""
+    """Whether a rank has the masters and slots of its own variables alone, from the beginning."""
 
     def __init__(self, backend: Backend, model: Any, optimizer: Any, options: StepOptions | None = None) -> None:
         refuse_slots(optimizer, opt("update", self.name))
@@ -75,7 +75,7 @@ class AsyncUpdate(UpdateRule):
         keys = structure_of(model).by_path(model.trainable_variables)
         variables = dict(zip(keys, model.trainable_variables, strict=True))
         self._owners = self._owners_of({path: int(np.prod(v.shape)) * v.dtype.size for path, v in keys.items()})
-        self._masters = Masters(backend, variables, self._owners if self._divides else None)
+        self._masters = Masters(backend, variables, self._owners if self._divides else {})
         super().__init__(backend, model, optimizer, options)
         self._layouts: list[ServerLayout] = []
         self._outbox: list[Outgoing] = []
