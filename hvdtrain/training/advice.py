@@ -150,10 +150,12 @@ def crowded(ranks: int, cores: int) -> list[str]:
 def repeated_rows(model: Any, optimizer: Any) -> list[str]:
     """Return the line on tables whose weights depend on how often a batch names a row, in Keras but not here.
 
-    Keras squares each occurrence of a row by itself for the second moment. Here, as in Keras 2, the gradient of a row
-    is the sum over its occurrences, on every rank.
+    Keras squares each occurrence of a row by itself for the second moment, and clips it by itself. Here, as in Keras 2,
+    the gradient of a row is the sum over its occurrences, on every rank.
     """
-    if isinstance(innermost(optimizer), keras.optimizers.SGD | keras.optimizers.Lion):
+    inner = innermost(optimizer)
+    clips = any((inner.clipnorm, inner.clipvalue, inner.global_clipnorm))
+    if isinstance(inner, keras.optimizers.SGD | keras.optimizers.Lion) and not clips:
         return []
     tables = [layer for layer in flatten_layers(model) if isinstance(layer, keras.layers.Embedding)]
     names = [table.name for table in tables if table.trainable_weights and not getattr(table, "tie_weights", False)]
@@ -161,8 +163,8 @@ def repeated_rows(model: Any, optimizer: Any) -> list[str]:
         return []
     return [
         f"note: the gradients of a row that a batch names several times ({', '.join(dict.fromkeys(names))}) are added "
-        f"before {type(innermost(optimizer)).__name__} squares them; Keras squares each, and moves such rows further: "
-        "docs/keras_support.md."
+        f"before {type(inner).__name__} {'clips' if clips else 'squares'} them; Keras does so with each, and moves "
+        "such rows further: docs/keras_support.md."
     ]
 
 

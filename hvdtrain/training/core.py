@@ -24,6 +24,7 @@ from hvdtrain.optim.averaging import averages_weights
 from hvdtrain.optim.precision import precision, with_loss_scaling
 from hvdtrain.parallel.pipeline.stage import PipelineStage
 from hvdtrain.parallel.tensor.parallelize import refuse_saving_shards
+from hvdtrain.runtime.logs import warn_on_first
 from hvdtrain.runtime.session import current
 from hvdtrain.runtime.stopping import StopAgreement
 from hvdtrain.state.named_tensors import is_split
@@ -267,6 +268,9 @@ class TrainerCore:
         info = info or run_info(self.backend, state=self.state, options=self.options, data=data, plan=plan)
         notes = [*getattr(data, "notes", ()), *self._factory.warnings]
         self._announcer.announce(info, self.state, observers, notes, narrow_outputs=self._factory.narrow_outputs)
+        if type(observers) is Observer:  # a console that is silent; what makes results others is said all the same
+            for line in self._factory.warnings:
+                warn_on_first(info.wording(line).removeprefix("warning: "), stacklevel=4)
         actions = Actions(evaluate=self._evaluate, save=None if save is None else lambda: save(self.state))
         if isinstance(save, BackgroundSaver):
             actions = replace(actions, finish_save=save.finish)

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend, gather
-from hvdtrain.compat.keras import is_default_hook, profiles_batches
+from hvdtrain.compat.keras import is_default_hook, last_compile, profiles_batches
 from hvdtrain.compat.tensorflow import compiled
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.optim.averaging import averages_weights
@@ -198,6 +198,7 @@ class KerasCallbacks(EvaluationHooks):
             lambda mine: backend.run(lambda: backend.everyone.all_gather(mine, name="callbacks/agreement"))
         )
         model.stop_training = False
+        self._compiled = last_compile(model)
 
     @property
     def history(self) -> Any:
@@ -221,6 +222,7 @@ class KerasCallbacks(EvaluationHooks):
         """Begin training, restoring callback states and best weights. Collective."""
         self._holders = Holders(self._backend, self._weights())
         self.list.on_train_begin()
+        self._refuse_compiling()
         restore_callbacks(self.list.callbacks, states, held, paths)
         self._agreed(weights=True)
 
@@ -237,8 +239,18 @@ class KerasCallbacks(EvaluationHooks):
             # What is resumed was saved after the epoch began: a rate times 0.8 is so already.
             with self._kept_numbers():
                 self.list.on_epoch_begin(step.epoch)
+        self._refuse_compiling()
         if self.needs.batches:
             self.list.on_train_batch_begin(step.place)
+
+    def _refuse_compiling(self) -> None:
+        """Raise ConfigError if a callback has compiled the model, which this training's steps would not notice."""
+        if last_compile(self._model) is not self._compiled:
+            raise ConfigError(
+                f"A callback compiled {type(self._model).__name__} {self._model.name!r} during fit, whose steps keep "
+                "the optimizer, losses and trained layers that it began with. End fit there (stop_training=True, or "
+                "epochs=…), compile, and go on: hvdtrain.Trainer(model).fit(…)."
+            )
 
     @contextmanager
     def _kept_numbers(self) -> Iterator[None]:
@@ -280,6 +292,7 @@ class KerasCallbacks(EvaluationHooks):
         self._logs = dict(logs)
         with self._averaged_weights() if self._swaps_at_epoch_ends else nullcontext():
             self.list.on_epoch_end(epoch, dict(logs))
+        self._refuse_compiling()
 
     def agree(self, step: StepEnd) -> Outcome:
         """Stop if a callback of any replica requests it. Collective.

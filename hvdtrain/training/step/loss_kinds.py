@@ -61,7 +61,7 @@ class _Number(NamedTuple):
 
 
 def kinds_of(
-    model: Any, batch: Batch, step: Callable[[Batch], Any], logs: StepLogs, replicas: Backend
+    model: Any, batch: Batch, step: Callable[..., Any], logs: StepLogs, replicas: Backend
 ) -> tuple[Kinds, list[str]]:
     """Return the kinds of the numbers that `step` forms, and warnings of those that are of neither kind. Collective.
 
@@ -70,7 +70,7 @@ def kinds_of(
     the mean of those of the batch's halves.
 
     Args:
-        step: computes a batch as in training, without changing weights.
+        step: computes a batch as in training, without changing weights; `noted` is given what optimizers apply.
         logs: tells metrics' results from other numbers.
         replicas: agree on the kinds.
 
@@ -111,13 +111,19 @@ def kinds_of(
 
     sums = frozenset(number.name for number, kind in known if number.role == "figures" and kind == "sum")
     targets = [index for index, number in enumerate(formed) if number.role == "targets"]
+    applied = [index for index, number in enumerate(formed) if number.role == "applied"]
     neither = exact and any(kinds[index] is None for index in targets)
+    changed = exact and any(kinds[index] is None for index in applied)
     if exact and targets and not neither and not _mixes_by_design(model, formed) and (halves := halves_of(batch)):
         first, second, whole = (of(part)[0] for part in halves)
-        neither = any(not _adds_up(first[i], second[i], whole[i], mean=kinds[i] == "mean") for i in targets)
+        apart = {
+            i for i in (*targets, *applied) if not _adds_up(first[i], second[i], whole[i], mean=kinds[i] == "mean")
+        }
+        neither, changed = not apart.isdisjoint(targets), changed or not apart.isdisjoint(applied)
     found = Kinds(added=kinds_in("added"), targets=kinds_in("targets"), means=kinds_in("means"), figures=sums)
     hidden = sums and any(number.role == "targets" and number.name == _HIDDEN for number in formed)
-    return found, [_of_pairs(f"of {type(model).__name__}")] * neither + [_of_hidden_sum(model, sums)] * bool(hidden)
+    warnings = [_of_pairs(f"of {type(model).__name__}")] if neither else [_of_gradients(model)] * changed
+    return found, warnings + [_of_hidden_sum(model, sums)] * bool(hidden)
 
 
 def inspect_losses(model: Any, batch: Batch) -> tuple[bool, list[str]]:
@@ -166,10 +172,17 @@ def inspect_losses(model: Any, batch: Batch) -> tuple[bool, list[str]]:
         ]
         return [tuple(float(each) for each in of_loss) for of_loss in zip(*results, strict=True)]
 
+    def probed(*targets: Any) -> list[tuple[float, ...]]:
+        try:
+            return values_of(*targets)
+        except tf.errors.InvalidArgumentError:  # such targets are none of this loss
+            return []
+
     with unchanged(model, graph):
         known = values_of(*(part.targets for part in halves))
         # A mean over the targets that are not padding is one over samples where none is.
-        padded = [values_of(*_padded(halves, number)) for number in (0, -1)] if any(are_numbers) else []
+        padded = [probed(*_padded(halves, number)) for number in (0, -1)] if any(are_numbers) else []
+        padded = [values for values in padded if values]
     for values in (known, *padded):
         of_batch = [each for each, is_number in zip(values, are_numbers, strict=True) if is_number]
         if np.isfinite(of_batch).all() and not all(
@@ -181,39 +194,53 @@ def inspect_losses(model: Any, batch: Batch) -> tuple[bool, list[str]]:
     return any(are_numbers), [] if added_up else [_of_pairs(f"of {names}")]
 
 
-def inspect_added_losses(model: Any, batch: Batch, logs: StepLogs) -> list[str]:
-    """Return a warning of losses that layers add and that come to something else for a batch than for its halves.
+def inspect_forward(model: Any, batch: Batch, logs: StepLogs) -> list[str]:
+    """Return warnings of outputs, and losses that layers add, that are others for a batch than for its halves.
 
-    In evaluation, where neither dropout nor statistics of a batch keep halves from adding up; in training where layers
-    add none then.
+    In evaluation, where neither dropout nor statistics of a batch keep halves from adding up, and in training where
+    nothing else does.
     """
     halves = halves_of(batch._replace(has_samples=1.0))
-    own = {_described(layer) for layer in flatten_layers(model) if _adds_losses(layer)}
-    formed: list[_Number] = []
-    for training in (False, True):
-
-        def step(batch: Batch, training: bool = training) -> None:
-            model(batch.inputs, training=training)
-
-        def numbers(batch: Batch, step: Callable[[Batch], None] = step) -> list[tf.Tensor]:
-            found = _formed(model, batch, total=number_of_samples(batch), step=step, logs=logs)
-            formed[:] = [each for each in found if each.role == "added" and each.name in own]
-            return [tf.cast(each.value, tf.float64) for each in formed]
-
-        compute = tf.function(numbers, autograph=False, reduce_retracing=True)
-        graph = compute.get_concrete_function(batch if halves is None else halves[2]).graph
-        if formed:
-            break
-    if halves is None or not formed or exchanges(graph) or draws(graph) or (training and _mixes_by_design(model, [])):
+    if halves is None:
         return []
-    with unchanged(model, graph):
-        values = zip(*([float(each) for each in compute(part)] for part in halves), strict=True)
-        names = [
-            number.name
-            for number, parts in zip(formed, values, strict=True)
-            if not any(_adds_up(*parts, mean=mean, tolerance=_tolerance(model)) for mean in (True, False))
-        ]
-    return [_of_pairs(f"that {' and '.join(dict.fromkeys(names))} adds")] if names else []
+    together: dict[str, None] = {}
+    for training in (False, True):
+        compute, names = _forward(model, logs, training=training)
+        graph = compute.get_concrete_function(halves[2]).graph
+        if exchanges(graph):
+            return []
+        if draws(graph) or (training and _mixes_by_design(model, [])):
+            continue
+        with unchanged(model, graph):
+            values = zip(*([float(each) for each in compute(part)] for part in halves), strict=True)
+            for name, parts in zip(names, values, strict=True):
+                if not any(_adds_up(*parts, mean=mean, tolerance=_tolerance(model)) for mean in (True, False)):
+                    together[name] = None
+    return [_of_pairs(f"that {name} adds") if name else _of_outputs(model) for name in together]
+
+
+def _forward(model: Any, logs: StepLogs, *, training: bool) -> tuple[Any, list[str]]:
+    """Return what computes the squares of a batch's outputs and the losses that layers add, and their names.
+
+    The outputs have an empty name. The names are known once it is compiled.
+    """
+    own = {_described(layer) for layer in flatten_layers(model) if _adds_losses(layer)}
+    names: list[str] = []
+
+    def numbers(batch: Batch) -> list[tf.Tensor]:
+        squares: list[tf.Tensor] = []
+
+        def step(batch: Batch, noted: Any) -> None:
+            outputs = tf.nest.flatten(model(batch.inputs, training=training), expand_composites=True)
+            floating = [tf.cast(each, tf.float64) for each in outputs if each.dtype.is_floating]
+            squares.append(tf.add_n([tf.reduce_sum(tf.square(each)) for each in floating]))
+
+        found = _formed(model, batch, total=number_of_samples(batch), step=step, logs=logs)
+        added = [each for each in found if each.role == "added" and each.name in own]
+        names[:] = ["", *(each.name for each in added)]
+        return [*squares, *(tf.cast(each.value, tf.float64) for each in added)]
+
+    return tf.function(numbers, autograph=False, reduce_retracing=True), names
 
 
 def _tolerance(model: Any) -> float:
@@ -268,9 +295,7 @@ def may_form_sums(model: Any) -> bool:
     return reads_outputs(model) or any(_adds_losses(layer) for layer in flatten_layers(model))
 
 
-def _formed(
-    model: Any, batch: Batch, *, total: tf.Tensor, step: Callable[[Batch], Any], logs: StepLogs
-) -> list[_Number]:
+def _formed(model: Any, batch: Batch, *, total: tf.Tensor, step: Callable[..., Any], logs: StepLogs) -> list[_Number]:
     """Return the numbers that `step` forms of a batch, of `total` samples in all."""
     found: list[_Number] = []
     graph = tf.compat.v1.get_default_graph()
@@ -324,10 +349,19 @@ def _formed(
         for metric in means_of(model):
             stack.enter_context(replaced(metric, "update_state", averaging(metric, counted)))
         stack.enter_context(logs.recording())
-        returned = step(batch)
+        returned = step(batch, noted=lambda name, gradients: note("applied", name, _projections(gradients)))
         if isinstance(returned, dict):
             found.extend(_Number("figures", name, value) for name, value in logs.own_numbers(returned).items())
     return found
+
+
+def _projections(gradients: Sequence[Any]) -> list[tf.Tensor]:
+    """Return a number for each gradient that is linear in it: its product with uneven factors."""
+    found = [
+        tf.reshape(tf.cast(tf.convert_to_tensor(each), tf.float64), [-1]) for each in gradients if each is not None
+    ]
+    # Not random numbers, by which a step that draws some is known.
+    return [tf.reduce_sum(each * tf.cos(17.3 * tf.cast(tf.range(tf.size(each)), tf.float64) ** 2)) for each in found]
 
 
 def _described(layer: Any) -> str:
@@ -362,9 +396,14 @@ def _agreed(codes: Sequence[int], replicas: Backend) -> list[int]:
 
 
 def _adds_losses(layer: Any) -> bool:
-    """Return whether a layer, not of Keras' own, may add losses in its call."""
-    own = type(layer).__module__.split(".")[0] not in ("keras", "hvdtrain")
-    return own and not isinstance(layer, keras.layers.InputLayer)
+    """Return whether code that is not Keras' may add losses in a layer's call: its own, or an activity regularizer."""
+    regularizer = getattr(layer, "activity_regularizer", None)
+    return _is_foreign(layer) or (regularizer is not None and _is_foreign(regularizer))
+
+
+def _is_foreign(thing: Any) -> bool:
+    module = getattr(thing, "__module__", type(thing).__module__)  # of a function, its own
+    return module.split(".")[0] not in ("keras", "hvdtrain")
 
 
 @contextmanager
@@ -383,10 +422,12 @@ def unchanged(model: Any, graph: Any) -> Iterator[None]:
 
 
 def _refusal(layer: str, once: float, twice: float) -> ConfigError:
+    cure = "Add a mean, such as keras.ops.mean(keras.ops.square(x))."
+    if 0.49 < twice / (once or 1.0) < 0.51:
+        cure = "Keras divides what an activity regularizer returns by the samples: return a sum of values of samples."
     return ConfigError(
         f"{layer} adds a loss that is neither a mean nor a sum over the samples, "
-        f"of which each rank has some. Received: {once:g} for a batch, {twice:g} for twice its samples. Add a mean, "
-        "such as keras.ops.mean(keras.ops.square(x))."
+        f"of which each rank has some. Received: {once:g} for a batch, {twice:g} for twice its samples. {cure}"
     )
 
 
@@ -396,6 +437,24 @@ def _of_pairs(whose: str) -> str:
         "of the batch, as where samples are compared with one another, or divided by a sum over them. Each rank "
         "computes it for its own samples alone. To compare all of them, gather what is compared: "
         "hvdtrain.all_gather(embeddings)."
+    )
+
+
+def _of_outputs(model: Any) -> str:
+    return (
+        f"warning: the outputs of {type(model).__name__} {model.name!r} for some samples are others beside other "
+        "samples, as where a layer takes statistics of a batch: halves of a batch do not give those of the batch. Each "
+        "rank computes them for its own samples alone. To take them of all, gather them in the layer's call: "
+        "hvdtrain.all_gather(x)."
+    )
+
+
+def _of_gradients(model: Any) -> str:
+    return (
+        f"warning: train_step of {type(model).__name__} applies gradients of which those of a batch are none of those "
+        "of its halves, as where they are clipped or normalized before optimizer.apply: each rank does so with its "
+        "own, and the mean of them is applied. To clip what all ranks have together, give the optimizer "
+        "global_clipnorm, clipnorm or clipvalue."
     )
 
 

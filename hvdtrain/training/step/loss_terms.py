@@ -15,7 +15,14 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Collectives
-from hvdtrain.compat.keras import compiled_metrics, divisor_of, losses_by_output, module_of_losses, trackers_of_outputs
+from hvdtrain.compat.keras import (
+    compiled_losses,
+    compiled_metrics,
+    divisor_of,
+    losses_by_output,
+    module_of_losses,
+    trackers_of_outputs,
+)
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.parallel.context.positions import belonging
 from hvdtrain.parallel.outputs import holds_output_slices
@@ -83,6 +90,8 @@ class LossTerms:
     """Weight of this pass's loss, if it is not the number of samples."""
     _loss: str = field(default="", init=False)
     """Name of the loss that is being computed."""
+    _in_compiled: bool = field(default=False, init=False)
+    """Whether it is one of `compile`, which Keras adds up."""
 
     @contextmanager
     def corrected(self) -> Iterator[None]:
@@ -90,6 +99,9 @@ class LossTerms:
         with ExitStack() as stack:
             stack.enter_context(fast_cross_entropy())
             stack.enter_context(replaced(keras.losses.Loss, "__call__", self._naming(_of_shards(keras.losses.Loss))))
+            container = compiled_losses(self.model)
+            if container is not None:
+                stack.enter_context(replaced(container, "call", self._noting(container.call)))
             sharded = self.of_stage or holds_output_slices(self.model)
             for metric in compiled_metrics(self.model) if sharded else ():
                 stack.enter_context(replaced(metric, "update_state", _counting_shards(metric)))
@@ -141,6 +153,8 @@ class LossTerms:
         if reduction == "sum":
             return self.over_share(value)
         if reduction in (None, "none"):
+            if not self._in_compiled:
+                return value  # a step's own code makes one number of it
             raise ConfigError(
                 f"The loss {self._loss!r} has reduction={reduction!r}, with which nothing is averaged. Use "
                 '"sum_over_batch_size", or "sum".'
@@ -174,6 +188,18 @@ class LossTerms:
                 self._loss = outer
 
         return named
+
+    def _noting(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the call of the compiled losses that notes that it is under way."""
+
+        def noted(*arguments: Any, **options: Any) -> Any:
+            self._in_compiled = True
+            try:
+                return call(*arguments, **options)
+            finally:
+                self._in_compiled = False
+
+        return noted
 
     def _counted_once(self, kinds: Iterator[Kind]) -> Callable[[tf.Tensor, Any], tuple[tf.Tensor, Any]]:
         """Return what a `Mean` takes for a number of this pass's samples, which counts once over all replicas."""

@@ -314,12 +314,14 @@ def applies_once(model: Any, batch: Batch, logs: StepLogs) -> bool:
     return not any(id(tensor) in captured for operation in later for tensor in operation.inputs)
 
 
-def unapplied(model: Any, batch: Batch) -> Any:
-    """Return the result of a `train_step` whose optimizers apply nothing."""
+def unapplied(
+    model: Any, batch: Batch, noted: Callable[[str, Sequence[Any]], None] = lambda name, gradients: None
+) -> Any:
+    """Return the result of a `train_step` whose optimizers apply nothing; `noted` is given names and gradients."""
 
     @as_written
     def apply(optimizer: Any, grads: Any, trainable_variables: Any = None) -> None:
-        pass
+        noted(optimizer.name, list(grads))
 
     with replaced(keras.optimizers.Optimizer, "apply", apply):
         return take_train_step(model, batch)

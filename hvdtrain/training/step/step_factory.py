@@ -32,7 +32,7 @@ from hvdtrain.training.step.checks import check_positions, check_states, check_s
 from hvdtrain.training.step.contract import CompiledStep
 from hvdtrain.training.step.forward_backward import ForwardBackward
 from hvdtrain.training.step.logs import StepLogs
-from hvdtrain.training.step.loss_kinds import inspect_added_losses, inspect_losses, kinds_of, may_form_sums
+from hvdtrain.training.step.loss_kinds import inspect_forward, inspect_losses, kinds_of, may_form_sums
 from hvdtrain.training.step.loss_terms import MEANS, Kinds
 from hvdtrain.training.step.optimizers import (
     OptimizerExchange,
@@ -187,16 +187,16 @@ class KerasStepFactory:
         if may_form_sums(model):
             found, warnings = self._kinds_of(batch, self._forms())
             self.warnings += warnings
-            if self._backend.size > 1 and found.added and not reads_outputs(model):
-                self.warnings += inspect_added_losses(model, batch, self._logs)
+            if self._backend.size > 1 and not reads_outputs(model):
+                self.warnings += inspect_forward(model, batch, self._logs)
         self._kinds = replace(found, batch_means=batch_means)
         self._evaluator.kinds = Kinds(added=found.added, batch_means=batch_means)
 
-    def _kinds_of(self, batch: Batch, step: Callable[[Batch], Any]) -> tuple[Kinds, list[str]]:
+    def _kinds_of(self, batch: Batch, step: Callable[..., Any]) -> tuple[Kinds, list[str]]:
         return kinds_of(self._model, batch, step, logs=self._logs, replicas=self._backend)
 
     def _kinds_in_evaluation(self, batch: Batch) -> Kinds:
-        found, _ = self._kinds_of(batch, lambda batch: self._model.test_step(keras_data(batch)))
+        found, _ = self._kinds_of(batch, lambda batch, noted: self._model.test_step(keras_data(batch)))
         return replace(found, batch_means=self._kinds.batch_means)
 
     def _check_metrics(self, batch: Batch) -> None:
@@ -211,11 +211,11 @@ class KerasStepFactory:
         """Reject states of layers that cannot be averaged."""
         check_states(self._model, batch, self._forms())
 
-    def _forms(self) -> Callable[[Batch], Any]:
+    def _forms(self) -> Callable[..., Any]:
         """Return what computes a batch as in training, without changing weights."""
         model = self._model
 
-        def forward(batch: Batch) -> None:  # outputs, which may be a dict, are no results
+        def forward(batch: Batch, noted: Any = None) -> None:  # outputs, which may be a dict, are no results
             model(batch.inputs, training=True)
 
         return partial(unapplied, model) if reads_outputs(model) else forward

@@ -1,8 +1,10 @@
 """What callbacks see of single batches."""
 
 import keras
+import numpy as np
 import pytest
 
+import hvdtrain
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.training.loop.keras_callbacks import needs_of_all
 from hvdtrain.training.trainer import Trainer
@@ -91,6 +93,16 @@ class Others:
 
     def gather_bytes(self, payload, *, timeout, among="job"):
         return [payload, *self._others]
+
+
+@pytest.mark.parametrize("hook", ["on_train_begin", "on_epoch_begin", "on_epoch_end"])
+def test_a_callback_that_compiles_is_refused(hook):
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    callback = keras.callbacks.Callback()
+    setattr(callback, hook, lambda *arguments: callback.model.compile("sgd", "mae"))
+    trainer = hvdtrain.Trainer(model, "sgd", "mse")
+    with pytest.raises(ConfigError, match="A callback compiled Sequential 'sequential"):
+        trainer.fit(np.zeros((8, 3)), np.zeros((8, 1)), batch=4, callbacks=[callback], verbose=0)
 
 
 def test_what_one_rank_asks_for_all_give():

@@ -1,5 +1,7 @@
 """Which numbers of a step are means over its samples, and which are sums."""
 
+from functools import partial
+
 import keras
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from hvdtrain.backends.single import NoOpCollectives, SingleBackend
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.batch import as_batch
 from hvdtrain.training.step.logs import StepLogs
-from hvdtrain.training.step.loss_kinds import inspect_added_losses, inspect_losses, kinds_of, may_form_sums
+from hvdtrain.training.step.loss_kinds import inspect_forward, inspect_losses, kinds_of, may_form_sums
 from hvdtrain.training.step.loss_terms import Kinds, LossTerms
 from hvdtrain.training.step.optimizers import unapplied
 
@@ -48,7 +50,7 @@ def found(model):
     batch = as_batch(tf.constant(X), 1.0, len(X))
     logs = StepLogs(backend, model, "train_step")
     before = [np.array(variable.numpy()) for variable in [*model.variables, *model.seen.variables]]
-    kinds, warnings = kinds_of(model, batch, lambda batch: unapplied(model, batch), logs=logs, replicas=backend)
+    kinds, warnings = kinds_of(model, batch, partial(unapplied, model), logs=logs, replicas=backend)
     assert int(model.steps) == 0
     after = [np.array(variable.numpy()) for variable in [*model.variables, *model.seen.variables]]
     for one, other in zip(before, after, strict=True):
@@ -254,6 +256,76 @@ def test_an_added_loss_that_is_neither_is_refused():
         found(model)
 
 
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda gradients: gradients, False),
+        (lambda gradients: [2.0 * each for each in gradients], False),
+        (lambda gradients: tf.clip_by_global_norm(gradients, 0.01)[0], True),
+        (lambda gradients: [tf.math.l2_normalize(each) for each in gradients], True),
+        (lambda gradients: [tf.sign(each) for each in gradients], True),
+    ],
+)
+def test_gradients_that_a_step_changes_are_named(change, named):
+    model = model_with(None)
+
+    def train_step(self, inputs):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(squares(self(inputs, training=True)))
+        gradients = change(tape.gradient(loss, self.trainable_variables))
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {"loss": loss}
+
+    type(model).train_step = train_step
+    _, warnings = found(model)
+    assert len(warnings) == named
+    assert not named or "train_step of Own applies gradients of which those of a batch are none" in warnings[0]
+
+
+class OfBatch(keras.layers.Layer):
+    def call(self, inputs):
+        return inputs + tf.reduce_mean(tf.math.reduce_std(inputs, 0))
+
+
+@pytest.mark.parametrize(("layer", "named"), [(OfBatch(), True), (keras.layers.BatchNormalization(), False)])
+def test_outputs_that_depend_on_other_samples_are_named(layer, named):
+    outputs = {"a": keras.layers.Dense(2), "b": keras.layers.Dense(1)}
+    inputs = keras.Input((3,))
+    hidden = layer(inputs)
+    model = keras.Model(inputs, {name: each(hidden) for name, each in outputs.items()})
+    model.compile("sgd", "mse")
+    batch = as_batch((tf.constant(X), {"a": tf.constant(X[:, :2]), "b": tf.constant(X[:, :1])}), 1.0, len(X))
+    warnings = inspect_forward(model, batch, StepLogs(SingleBackend(None), model, "train_step"))
+    assert len(warnings) == named
+    assert not named or "are others beside other samples" in warnings[0]
+
+
+def sparsity(activations):
+    return tf.reduce_sum(tf.square(tf.reduce_mean(activations, 0)))
+
+
+def test_an_own_activity_regularizer_is_looked_at():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4, activity_regularizer=sparsity)])
+    assert may_form_sums(model)
+    assert not may_form_sums(keras.Sequential([keras.Input((3,)), keras.layers.Dense(4, activity_regularizer="l2")]))
+    model.compile("sgd", "mse")
+    batch, backend = as_batch((tf.constant(X), tf.zeros([6, 4])), 1.0, 6), SingleBackend(None)
+    logs = StepLogs(backend, model, "train_step")
+    with pytest.raises(ConfigError, match="divides what an activity regularizer returns by the samples"):
+        kinds_of(model, batch, lambda batch, noted: model(batch.inputs), logs=logs, replicas=backend)
+
+
+def test_a_mean_of_labels_that_must_be_classes_is_known():
+    def mean_loss(labels, logits):
+        return keras.ops.mean(keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True))
+
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4)])
+    model.compile("sgd", mean_loss)
+    model.evaluate(X, np.arange(6) % 4, verbose=0)
+    batch = as_batch((tf.constant(X), tf.constant(np.arange(6) % 4)), 1.0, 6)
+    assert inspect_losses(model, batch) == (True, [])
+
+
 class Adds(keras.layers.Layer):
     def __init__(self, loss_of, in_training_only=False):
         super().__init__(name="adds")
@@ -286,7 +358,7 @@ def test_an_added_loss_of_samples_together_is_named(loss_of, adds_up, in_trainin
     model.compile("sgd", "mse")
     batch = as_batch((tf.constant(X), tf.constant(X[:, :1])), 1.0, len(X))
     before = model.get_weights()
-    warnings = inspect_added_losses(model, batch, StepLogs(SingleBackend(None), model, "train_step"))
+    warnings = inspect_forward(model, batch, StepLogs(SingleBackend(None), model, "train_step"))
     assert len(warnings) == (not adds_up)
     assert adds_up or "the loss that Adds 'adds' adds is neither a mean nor a sum" in warnings[0]
     for one, other in zip(before, model.get_weights(), strict=True):
