@@ -168,9 +168,9 @@ def _read_full(name: str, sent: tf.Variable, readers: Sequence[SliceReader]) -> 
 
 def _assign(tensor: NamedTensor, array: np.ndarray) -> None:
     """Assign values, followed by zeros where the tensor is longer than its slice; see `NamedTensor`."""
-    if not array.size:
-        return
     shape = tuple(tensor.value.shape)
+    if not array.size:
+        array = np.zeros(shape, array.dtype)
     if array.ndim != len(shape):
         array = array.reshape(shape)
     if array.shape != shape:
