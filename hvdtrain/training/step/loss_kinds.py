@@ -123,6 +123,8 @@ def kinds_of(
     found = Kinds(added=kinds_in("added"), targets=kinds_in("targets"), means=kinds_in("means"), figures=sums)
     hidden = sums and any(number.role == "targets" and number.name == _HIDDEN for number in formed)
     warnings = [_of_pairs(f"of {type(model).__name__}")] if neither else [_of_gradients(model)] * changed
+    derived = [number.name for number in formed if number.role == "derived"]
+    warnings += [_of_derived(model, derived)] * bool(derived)
     return found, warnings + [_of_hidden_sum(model, sums)] * bool(hidden)
 
 
@@ -351,8 +353,27 @@ def _formed(model: Any, batch: Batch, *, total: tf.Tensor, step: Callable[..., A
         stack.enter_context(logs.recording())
         returned = step(batch, noted=lambda name, gradients: note("applied", name, _projections(gradients)))
         if isinstance(returned, dict):
-            found.extend(_Number("figures", name, value) for name, value in logs.own_numbers(returned).items())
+            figures = logs.own_numbers(returned)
+            found.extend(_Number("figures", name, value) for name, value in figures.items())
+            found.extend(
+                _Number("derived", name, 0.0) for name, value in figures.items() if _reads_metrics(value, model)
+            )
     return found
+
+
+def _reads_metrics(value: tf.Tensor, model: Any) -> bool:
+    """Return whether a tensor of the graph that is being traced is computed from states of metrics."""
+    states = {id(unwrap(variable).handle) for metric in metrics_of(model) for variable in metric.variables}
+    held = {id(inner) for outer, inner in value.graph.captures if id(outer) in states}
+    waiting, seen = [value.op], set()
+    while waiting:
+        op = waiting.pop()
+        if any(id(tensor) in held for tensor in op.inputs):
+            return True
+        new = {id(tensor.op): tensor.op for tensor in op.inputs if id(tensor.op) not in seen}
+        seen |= new.keys()
+        waiting += new.values()
+    return False
 
 
 def _projections(gradients: Sequence[Any]) -> list[tf.Tensor]:
@@ -455,6 +476,14 @@ def _of_gradients(model: Any) -> str:
         "of its halves, as where they are clipped or normalized before optimizer.apply: each rank does so with its "
         "own, and the mean of them is applied. To clip what all ranks have together, give the optimizer "
         "global_clipnorm, clipnorm or clipvalue."
+    )
+
+
+def _of_derived(model: Any, names: Sequence[str]) -> str:
+    return (
+        f"warning: train_step of {type(model).__name__} computes {', '.join(names)} from results of metrics, which are "
+        "those of a rank's own samples there, and are counted over all ranks afterwards. Compute it in the result() of "
+        "a metric."
     )
 
 

@@ -282,6 +282,32 @@ def test_gradients_that_a_step_changes_are_named(change, named):
     assert not named or "train_step of Own applies gradients of which those of a batch are none" in warnings[0]
 
 
+@pytest.mark.parametrize(
+    ("numbers", "named"),
+    [
+        (lambda seen, loss: {"seen": seen.result(), "loss": loss}, None),
+        (lambda seen, loss: {"seen": seen.result(), "root": tf.sqrt(seen.result() + 1.0)}, "root"),
+        (lambda seen, loss: {"loss": loss, "ratio": tf.cond(loss > 0, seen.result, lambda: 1.0) / loss}, "ratio"),
+    ],
+)
+def test_numbers_of_metrics_results_are_named(numbers, named):
+    model = model_with(None)
+
+    def train_step(self, inputs):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(squares(self(inputs, training=True)))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        self.seen.update_state(loss)
+        return numbers(self.seen, loss)
+
+    type(model).train_step = train_step
+    _, warnings = found(model)
+    assert [f"train_step of Own computes {named} from results of metrics" in text for text in warnings] == (
+        [True] if named else []
+    )
+
+
 class OfBatch(keras.layers.Layer):
     def call(self, inputs):
         return inputs + tf.reduce_mean(tf.math.reduce_std(inputs, 0))
