@@ -365,7 +365,8 @@ def _reads_metrics(value: tf.Tensor, model: Any) -> bool:
     """Return whether a tensor of the graph that is being traced is computed from states of metrics."""
     states = {id(unwrap(variable).handle) for metric in metrics_of(model) for variable in metric.variables}
     held = {id(inner) for outer, inner in value.graph.captures if id(outer) in states}
-    waiting, seen = [value.op], set()
+    waiting: list[Any] = [value.op]
+    seen: set[int] = set()
     while waiting:
         op = waiting.pop()
         if any(id(tensor) in held for tensor in op.inputs):
