@@ -234,8 +234,12 @@ def _forward(model: Any, logs: StepLogs, *, training: bool) -> tuple[Any, list[s
 
         def step(batch: Batch, noted: Any) -> None:
             outputs = tf.nest.flatten(model(batch.inputs, training=training), expand_composites=True)
-            floating = [tf.cast(each, tf.float64) for each in outputs if each.dtype.is_floating]
-            squares.append(tf.add_n([tf.reduce_sum(tf.square(each)) for each in floating]))
+            floating = [each for each in outputs if tf.is_tensor(each) and each.dtype.is_floating]
+            squares.append(
+                sum(
+                    (tf.reduce_sum(tf.square(tf.cast(each, tf.float64))) for each in floating), tf.zeros([], tf.float64)
+                )
+            )
 
         found = _formed(model, batch, total=number_of_samples(batch), step=step, logs=logs)
         added = [each for each in found if each.role == "added" and each.name in own]

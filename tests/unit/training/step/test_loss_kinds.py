@@ -326,6 +326,17 @@ def test_outputs_that_depend_on_other_samples_are_named(layer, named):
     assert not named or "are others beside other samples" in warnings[0]
 
 
+def test_outputs_that_are_no_numbers_are_passed_over():
+    class Told(keras.Model):
+        def call(self, inputs):
+            return {"none": None, "rows": tf.shape(inputs)[0], "values": inputs}
+
+    model = Told()
+    model.compile("sgd")
+    batch = as_batch(tf.constant(X), 1.0, len(X))
+    assert inspect_forward(model, batch, StepLogs(SingleBackend(None), model, "train_step")) == []
+
+
 def sparsity(activations):
     return tf.reduce_sum(tf.square(tf.reduce_mean(activations, 0)))
 
