@@ -23,9 +23,9 @@ from hvdtrain.parallel.context.positions import POSITION_DIM, Positions, with_po
 from hvdtrain.state.structure import statistics_of
 from hvdtrain.state.variables import path_of, unwrap
 from hvdtrain.training.step.logs import metrics_of
-from hvdtrain.training.step.loss_kinds import draws, exchanges, halves_of, unchanged
 from hvdtrain.training.step.loss_terms import LossTerms
 from hvdtrain.training.step.patches import active, replaced
+from hvdtrain.training.step.probing import draws, exchanges, halves_of, unchanged
 
 TOLERANCE = 1e-3
 

@@ -32,7 +32,7 @@ from hvdtrain.training.step.checks import check_positions, check_states, check_s
 from hvdtrain.training.step.contract import CompiledStep
 from hvdtrain.training.step.forward_backward import ForwardBackward
 from hvdtrain.training.step.logs import StepLogs
-from hvdtrain.training.step.loss_kinds import inspect_forward, inspect_losses, kinds_of, may_form_sums
+from hvdtrain.training.step.loss_kinds import kinds_of
 from hvdtrain.training.step.loss_terms import MEANS, Kinds
 from hvdtrain.training.step.optimizers import (
     OptimizerExchange,
@@ -42,6 +42,7 @@ from hvdtrain.training.step.optimizers import (
     take_step,
     unapplied,
 )
+from hvdtrain.training.step.samples_apart import inspect_forward, inspect_losses, may_form_sums
 from hvdtrain.training.step.train_step import TrainStep
 from hvdtrain.training.update_rules.base import UpdateRule
 from hvdtrain.training.update_rules.select import update_rule_for

@@ -11,9 +11,10 @@ from hvdtrain.backends.single import NoOpCollectives, SingleBackend
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.batch import as_batch
 from hvdtrain.training.step.logs import StepLogs
-from hvdtrain.training.step.loss_kinds import inspect_forward, inspect_losses, kinds_of, may_form_sums
+from hvdtrain.training.step.loss_kinds import kinds_of
 from hvdtrain.training.step.loss_terms import Kinds, LossTerms
 from hvdtrain.training.step.optimizers import unapplied
+from hvdtrain.training.step.samples_apart import inspect_forward, inspect_losses, may_form_sums
 
 X = np.random.default_rng(0).standard_normal((6, 3)).astype("float32")
 
