@@ -5,14 +5,13 @@ from typing import Any
 
 from hvdtrain.config.checkpoint import CheckpointConfig
 from hvdtrain.config.data import DataConfig
-from hvdtrain.config.elastic import ElasticConfig
 from hvdtrain.config.facts import Facts
 from hvdtrain.config.model import ModelConfig
 from hvdtrain.config.observability import ObservabilityConfig
 from hvdtrain.config.optim import OptimConfig
 from hvdtrain.config.options import check, section
 from hvdtrain.config.parallel import PipelineConfig, parse_axes
-from hvdtrain.config.runtime import RuntimeConfig
+from hvdtrain.config.runtime import ElasticConfig, RuntimeConfig
 from hvdtrain.config.training import BadStepConfig, DesyncConfig, ExchangeConfig, TrainingConfig, UpdateConfig
 
 

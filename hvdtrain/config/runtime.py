@@ -1,4 +1,4 @@
-"""Options of backend, processes, threads and timeouts."""
+"""Options of backend, processes, threads and timeouts, and of elastic training."""
 
 from dataclasses import KW_ONLY
 from typing import Literal
@@ -20,6 +20,11 @@ BackendName = Literal[
 CommunicationName = Literal["auto", "ring", "nccl"]
 HierarchyName = Literal["auto", "always", "never"]
 MallocName = Literal["keep", "system"]
+COMMIT_EVERY = 10
+"""Default interval in steps: the most work that a lost rank costs.
+
+Copying the state is cheap next to this many steps.
+"""
 WITH_REPLICAS: tuple[BackendName, ...] = ("mirrored",)
 """Backends with several replicas in one process (`--replicas`)."""
 IN_ONE_PROCESS: tuple[BackendName, ...] = ("single", *WITH_REPLICAS, "one_device", "tpu")
@@ -87,3 +92,13 @@ class RuntimeConfig:
     """Mesh axis sizes (pp, dp, cp, ep, tp), such as tp=2,pp=2; dp takes the remaining ranks."""
     malloc: MallocName = option("keep")
     """Keep freed memory in the process for the next step, or let glibc return it to the system."""
+
+
+@section
+class ElasticConfig:
+    """Training that survives lost or joining ranks, under horovodrun's host discovery."""
+
+    elastic: bool = option(False, applies_to("backend=auto|horovod"))
+    """Resume from the last commit when ranks are lost, and admit new hosts: horovodrun --min-np …"""
+    commit_every: int = option(COMMIT_EVERY, "[1, inf)", applies_to("elastic"))
+    """With --elastic: commit the state to host memory every N steps; new ranks join at commits."""

@@ -6,9 +6,8 @@ from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING
 
-from hvdtrain.config.elastic import ElasticConfig
 from hvdtrain.config.options import check
-from hvdtrain.config.runtime import HierarchyName, RuntimeConfig
+from hvdtrain.config.runtime import ElasticConfig, HierarchyName, RuntimeConfig
 from hvdtrain.runtime.control.channel import ControlChannel, gather
 from hvdtrain.runtime.launchers import Environment
 from hvdtrain.runtime.world import World

@@ -8,10 +8,10 @@ from dataclasses import asdict, replace
 
 from hvdtrain.backends.select import backend_for
 from hvdtrain.config.checkpoint import Checkpoint, checkpoint_of
-from hvdtrain.config.elastic import ElasticConfig
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.facts import Facts
 from hvdtrain.config.options import check
+from hvdtrain.config.runtime import ElasticConfig
 from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.data.streams.dataset_batches import DatasetTraining
 from hvdtrain.data.streams.python_batches import GeneratorTraining

@@ -11,7 +11,7 @@ from typing import Any
 import keras
 
 from hvdtrain.config.checkpoint import Checkpoint
-from hvdtrain.config.elastic import COMMIT_EVERY, ElasticConfig
+from hvdtrain.config.runtime import COMMIT_EVERY, ElasticConfig
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.streams.python_batches import as_function
 from hvdtrain.optim.precision import precision

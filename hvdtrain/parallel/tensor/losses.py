@@ -35,7 +35,7 @@ def sharded_form(loss: Any, shard: Shard) -> Losses | None:
 
 
 def _sparse(labels: Any, logits: Any, shard: Shard, ignored: int | None) -> Any:
-    labels = tf.cast(_without_last(labels, logits), tf.int64)
+    labels = tf.cast(without_last_dim(labels, logits), tf.int64)
     counted = None if ignored is None else tf.not_equal(labels, ignored)
     known = labels if counted is None else tf.where(counted, labels, tf.zeros_like(labels))
     classes = logits.shape[-1]
@@ -49,8 +49,8 @@ def _sparse(labels: Any, logits: Any, shard: Shard, ignored: int | None) -> Any:
     return losses
 
 
-def _without_last(labels: Any, logits: Any) -> Any:
-    """Drop a trailing dim of 1 from labels, as Keras does."""
+def without_last_dim(labels: Any, logits: Any) -> Any:
+    """Drop a trailing dim of 1 from class labels of the logits' rank, as Keras does."""
     same_rank = labels.shape.rank == logits.shape.rank and labels.shape[-1] == 1
     return tf.squeeze(labels, -1) if same_rank else labels
 
@@ -150,9 +150,7 @@ def _forms() -> dict[Any, Callable[[Any, Any, Shard], Any]]:
 
 
 def _sparse_accuracy(labels: Any, logits: Any, shard: Shard) -> Any:
-    labels = tf.convert_to_tensor(labels)
-    if labels.shape.rank == logits.shape.rank and labels.shape[-1] == 1:
-        labels = tf.squeeze(labels, -1)
+    labels = without_last_dim(tf.convert_to_tensor(labels), logits)
     return tf.cast(tf.equal(tf.cast(labels, tf.int64), classes_of(logits, shard)), keras.backend.floatx())
 
 

@@ -132,9 +132,10 @@ def _release(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
+SELFCHECK = ["-m", "hvdtrain.runtime.selfcheck"]
+"""Sums a vector on the ranks that a launcher starts, or on one; with the word `gpus`, tries each GPU."""
 GPU_TIMEOUT = 300.0
 """Seconds for all GPUs to be tried; a first start on one compiles kernels."""
-GPU_CHECK = "hvdtrain.runtime.gpucheck"
 
 
 def check_gpus(tensorflow: Finding, horovod: Finding) -> Iterator[Check]:
@@ -190,11 +191,11 @@ def check_training(gpus: int, *, timeout: float = GPU_TIMEOUT) -> Check:
     horovodrun = beside_python("horovodrun")
     if horovodrun is None:
         return failed(name, "horovodrun is not on PATH", f"{activate()}, or {SETUP}")
-    command = [horovodrun, "-np", str(gpus), sys.executable, "-m", GPU_CHECK]
+    command = [horovodrun, "-np", str(gpus), sys.executable, *SELFCHECK, "gpus"]
     environ = launch_environment(os.environ, gpus=True) | {"NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "WARN")}
     outcome = run(command, timeout=timeout, environ=environ)
     report = find_report(outcome.output)
-    again = f"see all of it: NCCL_DEBUG=INFO horovodrun -np {gpus} python -m {GPU_CHECK}"
+    again = f"see all of it: NCCL_DEBUG=INFO horovodrun -np {gpus} python {shlex.join(SELFCHECK)} gpus"
     if report and not report["ok"] and "error" not in report and not report.get("wrong_elements"):
         last = {dtype: f"{pair[1]:.4f}" for dtype, pair in report["losses"].items()}
         fell = f"fell to {last['float32']} in float32 and to {last['float16']} in float16"
@@ -209,10 +210,6 @@ def check_training(gpus: int, *, timeout: float = GPU_TIMEOUT) -> Check:
 
 TIMEOUT = 120.0
 """Seconds that two ranks get to import TensorFlow and reduce; 8 are usual."""
-
-
-SELFCHECK = ["-m", "hvdtrain.runtime.selfcheck"]
-"""Sums a vector on the ranks that a launcher starts, or on one."""
 
 
 def check_gloo(*, timeout: float = TIMEOUT) -> Check:

@@ -12,6 +12,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.compat.keras import function_of_loss, loss_of_function
+from hvdtrain.parallel.tensor.losses import without_last_dim
 from hvdtrain.training.step.patches import replaced
 
 LEAST_CLASSES = 64
@@ -37,7 +38,7 @@ def fast_cross_entropy() -> Iterator[None]:
         own = loss.fn  # perhaps a partial, with arguments that Keras does not pass
 
         def losses(labels: Any, logits: Any, **options: Any) -> Any:
-            flat = _without_last(labels, logits)
+            flat = without_last_dim(labels, logits)
             return sparse_cross_entropy(flat, logits) if _fits(flat, logits) else own(labels, logits, **options)
 
         with replaced(loss, "fn", losses):
@@ -51,12 +52,6 @@ def _is_plain(arguments: dict[str, Any]) -> bool:
     """Return whether a cross-entropy is of logits, over all labels, along the last axis."""
     of_all = arguments.get("ignore_class") is None and arguments.get("axis", -1) == -1
     return bool(arguments.get("from_logits")) and of_all
-
-
-def _without_last(labels: Any, logits: Any) -> Any:
-    """Drop a trailing dim of 1 from labels, as Keras does."""
-    same_rank = labels.shape.rank == logits.shape.rank and labels.shape[-1] == 1
-    return tf.squeeze(labels, -1) if same_rank else labels
 
 
 def _fits(labels: Any, logits: Any) -> bool:

@@ -6,7 +6,16 @@ lr g_i)) / sum(W_i) = w - lr sum(W_i g_i) / sum(W_i), where g_i is the mean grad
 their weight.
 
 With `options.local_after` the first steps are data parallel: post-local SGD (Lin et al. 2018, arXiv:1808.07217). An
-outer optimizer (`outer.py`) may take the average's place; `streaming.py` averages in fragments, beside the steps.
+outer optimizer may take the average's place; `streaming.py` averages in fragments, beside the steps.
+
+Outer optimizers move the weights by the difference between two averages. x are the weights after the last outer step,
+m the replicas' mean after the local steps since, gamma the learning rate of the local steps.
+
+- `slowmo` (Wang et al. 2019, arXiv:1910.00643, algorithm 1), with the slow learning rate alpha and momentum beta:
+  u <- beta u + (x - m) / gamma, x <- x - alpha gamma u. With alpha 1 and beta 0 it is the average.
+- `average`: x <- m.
+- `diloco` (Douillard et al. 2023, arXiv:2311.08105): SGD with Nesterov's momentum mu and learning rate eta on x - m:
+  u <- mu u + (x - m), x <- x - eta (x - m + mu u).
 """
 
 from collections.abc import Callable, Mapping
@@ -22,14 +31,18 @@ from hvdtrain.gradients.sparse import gather_rows, sum_duplicates
 from hvdtrain.optim.averaging import innermost
 from hvdtrain.optim.fused import fused_updates
 from hvdtrain.runtime.compiled import run_once
-from hvdtrain.state.named_tensors import NamedTensor
+from hvdtrain.state.named_tensors import NamedTensor, replicated_tensor
 from hvdtrain.state.optimizers import slot_tensors
 from hvdtrain.state.structure import structure_of
+from hvdtrain.state.train_state import RULE
 from hvdtrain.training.options import StepOptions
 from hvdtrain.training.step.contract import LocalGradients, Totals
 from hvdtrain.training.update_rules.base import UpdateRule
-from hvdtrain.training.update_rules.outer import OuterOptimizer, at_least_float32
 from hvdtrain.training.update_rules.split_model import SplitModel
+
+RATES = {"average": 1.0, "slowmo": 1.0, "diloco": 0.7}
+MOMENTA = {"average": 0.0, "slowmo": 0.7, "diloco": 0.9}
+_PLACE = f"{RULE}outer_momentum/"
 
 
 class LocalUpdate(UpdateRule):
@@ -222,3 +235,68 @@ class _Row:
 def unique_rows(gradient: Gradient) -> Gradient:
     """Sum sparse rows with the same index: Keras' adaptive optimizers are wrong on duplicates."""
     return sum_duplicates(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+class OuterOptimizer:
+    """The outer optimizer that `options.outer_optimizer` names, with its momentum and the weights of its last step."""
+
+    def __init__(self, options: StepOptions) -> None:
+        self._name = options.outer_optimizer
+        given = options.outer_learning_rate, options.outer_momentum
+        self._rate = RATES[self._name] if given[0] is None else given[0]
+        self._momentum = MOMENTA[self._name] if given[1] is None else given[1]
+        self._weights: Mapping[str, tf.Variable] = {}
+        self._anchors: dict[str, tf.Variable] = {}
+        self._momenta: dict[str, tf.Variable] = {}
+
+    def follow(self, weights: Mapping[str, tf.Variable]) -> None:
+        """Move `weights`, by path; what is known of them stays."""
+        self._weights = weights
+        for path in weights.keys() - self._anchors.keys():
+            value = at_least_float32(weights[path].read_value())
+            self._anchors[path] = tf.Variable(value, trainable=False, name="outer_anchor")
+            if self._name != "average":
+                self._momenta[path] = tf.Variable(tf.zeros_like(value), trainable=False, name="outer_momentum")
+
+    def anchor(self, path: str) -> tf.Tensor:
+        """Return the weights at `path` after their last outer step."""
+        return self._anchors[path].read_value()
+
+    def begin(self) -> None:
+        """Begin at the present weights, on which all replicas agree."""
+        for path, variable in self._weights.items():
+            self._anchors[path].assign(at_least_float32(variable.read_value()))
+
+    def step(self, path: str, mean: tf.Tensor, local_rate: tf.Tensor) -> tf.Tensor:
+        """Return the weights that follow the replicas' `mean` of those at `path`."""
+        anchor = self._anchors[path]
+        if self._name == "average":
+            anchor.assign(mean)
+            return mean
+        momentum = self._momenta[path]
+        before, moved = anchor.read_value(), anchor.read_value() - mean
+        if self._name == "slowmo":
+            local_rate = tf.cast(local_rate, mean.dtype)
+            velocity = self._momentum * momentum.read_value() + tf.math.divide_no_nan(moved, local_rate)
+            after = before - self._rate * local_rate * velocity
+        else:
+            velocity = self._momentum * momentum.read_value() + moved
+            after = before - self._rate * (moved + self._momentum * velocity)
+        momentum.assign(velocity)
+        anchor.assign(after)
+        return after
+
+    def named_tensors(self) -> dict[str, NamedTensor]:
+        """Return the momentum, by path."""
+        held = [path for path in self._weights if path in self._momenta]
+        return {f"{_PLACE}{path}": replicated_tensor(self._momenta[path]) for path in held}
+
+    def load(self, tensors: Mapping[str, np.ndarray]) -> None:
+        """Take up the momentum of a checkpoint; 0 where it has none, as of a run by another rule."""
+        for path, momentum in self._momenta.items():
+            momentum.assign(tensors.get(f"{_PLACE.removeprefix(RULE)}{path}", np.zeros(momentum.shape)))
+
+
+def at_least_float32(value: Any) -> Any:
+    """Return a tensor in 32 bits or more: in 16, the replicas' shares would not sum to 1."""
+    return value if value.dtype.size >= 4 else tf.cast(value, tf.float32)

@@ -17,8 +17,7 @@ from hvdtrain.backends.protocol import Backend, Collectives
 from hvdtrain.gradients.compression import compressed_sum
 from hvdtrain.optim.averaging import innermost
 from hvdtrain.training.options import StepOptions
-from hvdtrain.training.update_rules.local_sgd import LocalUpdate
-from hvdtrain.training.update_rules.outer import OuterOptimizer, at_least_float32
+from hvdtrain.training.update_rules.local_sgd import LocalUpdate, OuterOptimizer, at_least_float32
 from hvdtrain.training.update_rules.servers.layout import owners_of
 
 BLEND = 0.5

@@ -7,7 +7,6 @@ import pytest
 from hvdtrain.cli.train import Files
 from hvdtrain.config.checkpoint import CheckpointConfig
 from hvdtrain.config.data import DataConfig
-from hvdtrain.config.elastic import ElasticConfig
 from hvdtrain.config.errors import ConfigError, on_command_line
 from hvdtrain.config.files import apply_values, digest, read_values, to_yaml
 from hvdtrain.config.model import ModelConfig
@@ -15,7 +14,7 @@ from hvdtrain.config.observability import ObservabilityConfig
 from hvdtrain.config.optim import OptimConfig
 from hvdtrain.config.parallel import PipelineConfig
 from hvdtrain.config.run import Config
-from hvdtrain.config.runtime import RuntimeConfig
+from hvdtrain.config.runtime import ElasticConfig, RuntimeConfig
 from hvdtrain.config.training import BadStepConfig, DesyncConfig, ExchangeConfig, TrainingConfig, UpdateConfig
 
 BASE = Config("digits")

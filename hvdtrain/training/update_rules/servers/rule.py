@@ -38,12 +38,18 @@ from hvdtrain.training.step.finite import zero_if_finite
 from hvdtrain.training.step.patches import active, replaced
 from hvdtrain.training.update_rules.base import UpdateRule
 from hvdtrain.training.update_rules.local_sgd import LocalTotals, unique_rows
-from hvdtrain.training.update_rules.servers.connection import Connection, Pulled
 from hvdtrain.training.update_rules.servers.layout import Entry, Outgoing, ServerLayout, changes_rows_alone, owners_of
 from hvdtrain.training.update_rules.servers.masters import Masters, barrier
-from hvdtrain.training.update_rules.servers.pace import PacedData, PacedStep, Slice, shares_slices
 from hvdtrain.training.update_rules.servers.record import Event, check_writable, described, recorded
 from hvdtrain.training.update_rules.servers.server import Server
+from hvdtrain.training.update_rules.servers.worker import (
+    Connection,
+    PacedData,
+    PacedStep,
+    Pulled,
+    Slice,
+    shares_slices,
+)
 from hvdtrain.training.update_rules.zero.stage1 import refuse_frozen, refuse_slots
 
 

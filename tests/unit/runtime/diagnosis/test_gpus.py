@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from hvdtrain.runtime import gpucheck
+from hvdtrain.runtime import selfcheck
 from hvdtrain.runtime.diagnosis import diagnose
 from hvdtrain.runtime.diagnosis.machine import Check, ok
 
@@ -123,8 +123,8 @@ def test_training_that_goes_wrong(program, changes, said):
     ("half", "alike"), [((4.0, 0.5), True), ((4.0, 0.59), False), ((4.0, float("nan")), False), ((4.0, 0.4), False)]
 )
 def test_learning_alike(half, alike):
-    assert gpucheck.learns_alike({"float32": (4.0, 0.5), "float16": half}) == alike
+    assert selfcheck.learns_alike({"float32": (4.0, 0.5), "float16": half}) == alike
 
 
 def test_a_network_that_does_not_learn_is_not_right():
-    assert not gpucheck.learns_alike({"float32": (4.0, 4.0), "float16": (4.0, 4.0)})
+    assert not selfcheck.learns_alike({"float32": (4.0, 4.0), "float16": (4.0, 4.0)})
