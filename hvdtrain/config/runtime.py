@@ -99,6 +99,8 @@ class ElasticConfig:
     """Training that survives lost or joining ranks, under horovodrun's host discovery."""
 
     elastic: bool = option(False, applies_to("backend=auto|horovod"))
-    """Resume from the last commit when ranks are lost, and admit new hosts: horovodrun --min-np …"""
+    """Resume from the last commit when ranks are lost, and admit new hosts: horovodrun --min-np … With --update async,
+    gossip or easgd, go on without them: mpirun --enable-recovery.
+    """
     commit_every: int = option(COMMIT_EVERY, "[1, inf)", applies_to("elastic"))
     """With --elastic: commit the state to host memory every N steps; new ranks join at commits."""

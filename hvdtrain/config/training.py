@@ -120,7 +120,7 @@ class UpdateConfig:
             why="each worker computes a gradient by itself",
         ),
         excludes("repeated_step", when=SERVED, why="it has no effect there"),
-        excludes("elastic", when=SERVED, why="ranks must stay"),
+        excludes("elastic", when="hybrid", why="ranks must stay"),
     )
     """Update rule: all_reduce; local steps, with --local-steps; async: workers push gradients to servers, which all
     ranks are, and wait for nobody; hybrid: rows of embeddings to servers, all other gradients reduced; gossip: each
@@ -147,7 +147,13 @@ class UpdateConfig:
     """
     elasticity: float | None = option(None, "(0, 1]", BETWEEN_REPLICAS, applies_to("update=easgd"))
     """With --update easgd: share of the distance by which weights and center move; None: 0.9 over the ranks."""
-    max_staleness: int | None = option(None, "[0, inf)", BETWEEN_REPLICAS, applies_to("update=async"))
+    max_staleness: int | None = option(
+        None,
+        "[0, inf)",
+        BETWEEN_REPLICAS,
+        applies_to("update=async"),
+        excludes("elastic", when="0", why="ranks wait for one another in every step"),
+    )
     """With --update async: steps that the fastest worker may be ahead of the slowest; 0: synchronous; None: any."""
     compensation: CompensationName = option(
         "none", BETWEEN_REPLICAS, applies_to("update=async"), excludes("max_staleness=0", why="nothing is stale")
@@ -205,7 +211,6 @@ class UpdateConfig:
         excludes("desync_every", why="ranks differ until the next average"),
         excludes("pp", "cp", why="ranks compute one gradient together"),
         excludes("experts", why="weights are averaged over all ranks"),
-        excludes("elastic", why="every rank must hold all of the state"),
     )
     """Local SGD: average the weights every N local optimizer steps; None: reduce gradients every step. With gossip and
     easgd, the updates between two averages (1).

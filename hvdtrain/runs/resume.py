@@ -35,6 +35,8 @@ def interrupted(folder: RunFolder, step: int, total_steps: int, environment: Env
 
 def launch_command(environment: Environment) -> str:
     """Return what stood before `python` to start as many processes, with a space behind; "" for a single one."""
+    if environment.elastic and environment.controller == "mpi":
+        return f"mpirun --enable-recovery -np {environment.size} "
     if environment.elastic:
         return f"horovodrun --gloo -np {environment.size} --host-discovery-script SCRIPT "
     commands = {

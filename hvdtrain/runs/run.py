@@ -44,7 +44,7 @@ from hvdtrain.runs.run_files import (
 from hvdtrain.runs.trainers import run_trainer
 from hvdtrain.runtime.logs import LOGGER
 from hvdtrain.runtime.session import Session
-from hvdtrain.training.elastic import Commits, check_launcher
+from hvdtrain.training.elastic import Commits, check_goes_on
 from hvdtrain.training.loop.loop import Plan
 from hvdtrain.training.trainer import Trainer
 
@@ -99,7 +99,7 @@ def _train(
     commits: Commits | None,
 ) -> dict[str, Any]:
     if commits is not None:
-        check_launcher(session)
+        check_goes_on(session, config.update)
         check(config, facts=Facts(backend=backend.name))
     source = run_data(config, backend)
     data = source.training

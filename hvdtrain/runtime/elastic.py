@@ -202,6 +202,8 @@ class Worlds:
         """Whether the elastic training of a script has begun."""
         self.training = False
         """Whether an elastic training is under way, which goes on without ranks that are lost."""
+        self.over = False
+        """Whether all ranks are done: they end as they like."""
 
     def enter(self, start_timeout: float) -> None:
         """Take this rank's place in the next world; a process for which there is none ends.
@@ -233,6 +235,11 @@ class Worlds:
     def on_hosts_updated(self, timestamp: int, update_res: Any) -> None:
         """Note that the hosts have changed; called by Horovod, on a thread of its own."""
         self.hosts_changed = True
+
+    @property
+    def can_leave(self) -> bool:
+        """Whether another world can follow this one."""
+        return True
 
     def leave(self) -> None:
         """End Horovod here, if it has started: this world is over."""

@@ -61,7 +61,9 @@ class Environment:
     job_id: str
     """The same on every rank of a job; not secret, and another job may have it later."""
     elastic: bool = False
-    """Whether the launcher forms the job anew when ranks are lost or come: ``horovodrun`` with host discovery."""
+    """Whether the job may go on without ranks that are lost: by ``horovodrun`` with host discovery, which forms it anew
+    and admits others, or by ``mpirun --enable-recovery``, which leaves the other ranks alone.
+    """
     hosts: tuple[str, ...] = ()
     """Names of the job's hosts, that of rank 0 first, where the launcher tells them and keeps no store."""
 
@@ -126,6 +128,8 @@ class _Variables:
     """Whether these variables are its own, and not of a launcher that sets the same ones."""
     called: Callable[[Mapping[str, str]], str] | None = None
     """Returns the name of the launcher where several set these variables."""
+    goes_on: str = ""
+    """Set to 1 where the launcher does not end the other ranks when one is lost."""
 
     def detect(self, environ: Mapping[str, str]) -> "Environment | None":
         if self.rank not in environ or not self.inside(environ):
@@ -136,6 +140,7 @@ class _Variables:
             world=(number(environ, self.rank), number(environ, *self.size)),
             local=(number(environ, *self.local_rank), number(environ, *self.local_size)),
             job_id=next((environ[name] for name in self.job_id if environ.get(name)), self.launcher),
+            elastic=environ.get(self.goes_on) == "1",
         )
 
 
@@ -166,6 +171,7 @@ _OPEN_MPI = _Variables(  # 4 and 5: mpirun, or horovodrun where it uses MPI
     local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
     local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
     job_id=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+    goes_on="OMPI_MCA_orte_enable_recovery",  # mpirun --enable-recovery
 )
 _CRAY_PALS = _Variables(  # mpiexec of HPE Cray EX, with PBS or alone; with Slurm srun sets the same variables
     launcher="mpiexec",

@@ -8,7 +8,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from hvdtrain.compat.tensorflow import check_frames_and_threads
 from hvdtrain.config.runtime import RuntimeConfig
@@ -27,6 +27,7 @@ from hvdtrain.runtime.logs import LOGGER, RankLog, set_up_logging
 from hvdtrain.runtime.rendezvous import meet
 from hvdtrain.runtime.stopping import StopAgreement, code_of
 from hvdtrain.runtime.stragglers import StragglerWatch
+from hvdtrain.runtime.survivors import LOOK_EVERY_S, Survivors
 from hvdtrain.runtime.tracing.trace import Trace, TracedActivity
 from hvdtrain.runtime.tuning import set_exchange_defaults
 
@@ -150,6 +151,8 @@ class Link:
     """Where this rank records what it does, if it is asked to."""
     stragglers: StragglerWatch | None = None
     """Looks for a rank that is slower than the others, where Horovod trains."""
+    threads: list[Callable[[], None]] = field(default_factory=list)
+    """Stop threads that receive messages of other ranks."""
     log: RankLog = field(default_factory=RankLog)
     """The file to which this rank's messages go as well."""
 
@@ -157,6 +160,16 @@ class Link:
     def job(self) -> str | None:
         """Name of an elastic job, the same in all of its worlds; None for others."""
         return None if self.worlds is None else self.worlds.job
+
+    @property
+    def survivors(self) -> Survivors:
+        """The worlds of a job over MPI; of other jobs, what does nothing."""
+        return self.worlds if isinstance(self.worlds, Survivors) else Survivors()
+
+    @property
+    def communicator(self) -> Any:
+        """That of mpi4py among all ranks, where it is not COMM_WORLD; else None."""
+        return self.survivors.communicator
 
     @property
     def rejoined(self) -> bool:
@@ -265,11 +278,20 @@ class Link:
         """
         if self.worlds is None or self.stop_signal is not None or not is_over(error, self.control):
             return False
+        if not self.worlds.can_leave:
+            return False
+        self.stop_threads()
         self.close()
         if self.engine is not None and not isinstance(error, HostsChangedError):
             self.engine.cut()
         self.worlds.leave()
         return True
+
+    def stop_threads(self) -> None:
+        """Stop threads that receive messages of other ranks."""
+        for stop in self.threads:
+            stop()
+        self.threads.clear()
 
     def close(self) -> None:
         """Stop watching and release the channel."""
@@ -278,9 +300,15 @@ class Link:
 
 
 def open_control(
-    environment: Environment, *, timeout: float, environ: Mapping[str, str] = os.environ
+    environment: Environment,
+    *,
+    timeout: float,
+    environ: Mapping[str, str] = os.environ,
+    communicator: Any = None,
 ) -> ControlChannel:
     """Open the control channel of this job; every rank must call it.
+
+    `communicator` is that of mpi4py among all ranks, where it is not COMM_WORLD.
 
     Under an MPI launch this initialises MPI (with MPI_THREAD_MULTIPLE), which Horovod then shares. If it
     raises, leave by `end_process`: a plain exit would wait for the missing ranks in MPI_Finalize.
@@ -294,7 +322,7 @@ def open_control(
     if environment.controller == "mpi":
         from hvdtrain.runtime.control.mpi import open_mpi
 
-        return open_mpi(environment, timeout=timeout, environ=environ)
+        return open_mpi(environment, timeout=timeout, environ=environ, communicator=communicator)
     from hvdtrain.runtime.control.store import open_store
 
     return open_store(environment, timeout=timeout, environ=environ)
@@ -315,18 +343,25 @@ def open_link(
     Raises:
         LaunchError: ranks are missing, or cannot be reached.
     """
-    elastic = detect_environment(os.environ).elastic
-    set_exchange_defaults(os.environ, elastic=elastic)
-    if elastic:
-        worlds = worlds or Worlds()
+    started = detect_environment(os.environ)
+    set_exchange_defaults(os.environ, elastic=started.elastic)
+    if started.elastic:
+        worlds = worlds or (Survivors() if started.controller == "mpi" else Worlds())
         worlds.enter(timeout)
     meeting = meet(os.environ, timeout)
     environment = detect_environment(os.environ)
     set_up_logging(environment.rank)
-    control = open_control(environment, timeout=meeting.timeout if meeting else timeout)
+    control = open_control(
+        environment,
+        timeout=meeting.timeout if meeting else timeout,
+        communicator=worlds.communicator if isinstance(worlds, Survivors) else None,
+    )
     if meeting is not None:
         meeting.complete()
     policy = policy or FailFast()
     watchdog = Watchdog(control, policy)
     watchdog.start()
+    if isinstance(worlds, Survivors):
+        worlds.meet(control, environment, lambda text: policy.broken_link(control, environment, text))
+        watchdog.add(worlds, interval=LOOK_EVERY_S)
     return Link(environment=environment, control=control, watchdog=watchdog, policy=policy, worlds=worlds)

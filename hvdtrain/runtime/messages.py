@@ -52,8 +52,9 @@ class Messages:
     def __init__(self, session: Session, timeout: float) -> None:
         if session.environment.controller != "mpi":
             raise ConfigError("Messages between ranks need MPI: start the job with mpirun, or horovodrun --mpi.")
-        self._mpi = load_mpi(session.environment)
-        self._communicator = self._mpi.COMM_WORLD.Dup()
+        everyone = session.link.communicator
+        self._mpi = load_mpi(session.environment, everyone)
+        self._communicator = (everyone or self._mpi.COMM_WORLD).Dup()
         self._timeout = timeout
         self.rank: int = self._communicator.Get_rank()
         self.size: int = self._communicator.Get_size()

@@ -5,7 +5,7 @@ import math
 import os
 import socket
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,8 +56,6 @@ class Session:
     """Whether this rank has left the job."""
     exchanges: bool = False
     """Whether a trainer, tape, optimizer or collective has asked for the ranks."""
-    threads: list[Callable[[], None]] = field(default_factory=list)
-    """Stop threads that receive messages of other ranks."""
 
     @property
     def environment(self) -> Environment:
@@ -112,8 +110,9 @@ class Session:
         """
         if self.world.collectives:
             leave_together(self.link.control)
-            for stop in self.threads:
-                stop()
+            if self.link.worlds is not None:
+                self.link.worlds.over = True
+            self.link.stop_threads()
             self.world.close()  # Horovod writes the rest of its timeline
         elif self.strategy is not None:
             # The server that each worker of a strategy runs ends with its process.
@@ -223,6 +222,7 @@ def open_session(link: Link, config: RuntimeConfig, facts: Mapping[str, str] | N
         axes=parse_axes(config.parallel),
         horovod=with_horovod,
         by_host=hierarchy != "never",
+        communicator=link.communicator,
     )
     if world.engine is not None:
         link.watch_engine(world.engine)

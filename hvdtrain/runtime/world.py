@@ -103,6 +103,7 @@ def open_world(
     axes: Mapping[str, int] | None = None,
     horovod: bool = True,
     by_host: bool = False,
+    communicator: Any = None,
 ) -> World:
     """Lay out the ranks and, with `horovod`, start it with a process set for each group that needs one.
 
@@ -111,6 +112,7 @@ def open_world(
         axes: sizes of the mesh's axes; see `Mesh.of`.
         horovod: whether Horovod carries the exchange.
         by_host: make process sets for sums in two levels where there are several hosts and several ranks on one.
+        communicator: of mpi4py, of all ranks, where it is not COMM_WORLD.
 
     Raises:
         LaunchError: the axes do not fit the number of ranks, or Horovod is not usable.
@@ -118,8 +120,9 @@ def open_world(
     mesh = Mesh.of(axes or {}, environment.rank, environment.size)
     before = threads(), set(sockets())
     grids = host_grids(mesh, hosts) if by_host else {}
-    collectives = _start_horovod(environment, mesh, grids) if horovod else {}
-    engine = Engine(*before) if environment.elastic and horovod and environment.size > 1 else None
+    collectives = _start_horovod(environment, mesh, grids, communicator) if horovod else {}
+    stops = environment.elastic and environment.controller == "gloo"  # where a rank is lost
+    engine = Engine(*before) if stops and horovod and environment.size > 1 else None
     if engine is not None:
         control.while_waiting = engine.check
     return World(mesh=mesh, hosts=tuple(hosts), collectives=collectives, engine=engine)
@@ -135,7 +138,9 @@ def host_grids(mesh: Mesh, hosts: Sequence[str]) -> Grids:
     return {group: grid for group, grid in grids.items() if grid is not None}
 
 
-def _start_horovod(environment: Environment, mesh: Mesh, grids: Grids) -> "dict[str, AxisCollectives]":
+def _start_horovod(
+    environment: Environment, mesh: Mesh, grids: Grids, communicator: Any
+) -> "dict[str, AxisCollectives]":
     try:
         import horovod.tensorflow as hvd
     except ImportError as error:
@@ -149,8 +154,9 @@ def _start_horovod(environment: Environment, mesh: Mesh, grids: Grids) -> "dict[
     prepare_mpi(environment)
     groups = [*process_sets_of(mesh), *(group for grid in grids.values() for group in grid.process_sets())]
     sets = {ranks: hvd.ProcessSet(ranks) for ranks in dict.fromkeys(groups)}
-    with place_taken(os.environ) if environment.elastic else nullcontext():
-        hvd.init(process_sets=list(sets.values()))
+    asks = environment.elastic and environment.controller == "gloo"
+    with place_taken(os.environ) if asks else nullcontext():
+        hvd.init(comm=communicator, process_sets=list(sets.values()))
     refuse_lone_ranks(environment, hvd.rank(), hvd.size())
     return group_collectives(mesh, {tuple(range(hvd.size())): hvd.global_process_set, **sets}, grids)
 

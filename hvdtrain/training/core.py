@@ -305,7 +305,7 @@ class TrainerCore:
         look_at_hosts = HostsCheck(current(), self.backend)
 
         def commit() -> None:
-            commits.keep(self.state)
+            commits.keep(self.state, self.backend)
             look_at_hosts()
 
         return commit

@@ -1,6 +1,7 @@
 """Elastic training: resume from a committed state in host memory in each new world."""
 
 import json
+import os
 import time
 from collections.abc import Mapping
 from copy import deepcopy
@@ -12,13 +13,20 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend, gather
 from hvdtrain.config.errors import ConfigError, LaunchError, opt
+from hvdtrain.config.training import PACED, UpdateConfig
 from hvdtrain.observability.wording import plural
 from hvdtrain.runtime.control.agreement import check_same_call, encode_call
 from hvdtrain.runtime.elastic import HostsChangedError
+from hvdtrain.runtime.placement import box_shape
 from hvdtrain.runtime.session import Session
+from hvdtrain.runtime.survivors import Survivors
+from hvdtrain.runtime.tracing.trace import TIMELINE
+from hvdtrain.state.named_tensors import NamedTensor, elements
 from hvdtrain.state.train_state import TrainState
 
 NO_COMMIT = -1
+ASYNCHRONOUS = tuple(PACED.split("|"))
+"""Update rules whose ranks wait for one another at meetings alone."""
 MOST_IN_VAIN = 10
 """Worlds without a new commit after which the job ends."""
 
@@ -33,9 +41,15 @@ class Commit:
     """Weights held by callbacks, as in `TrainState`."""
 
     @classmethod
-    def of(cls, state: TrainState) -> "Commit":
-        """Copy a replicated `state`."""
-        tensors = {path: np.array(tensor.value.numpy()) for path, tensor in state.named_tensors().items()}
+    def of(cls, state: TrainState, backend: Backend) -> "Commit":
+        """Copy `state`, also what only one of the ranks holds. Collective."""
+        tensors, divided = {}, {}
+        for path, tensor in state.named_tensors().items():
+            if tensor.replicated:
+                tensors[path] = np.array(tensor.value.numpy())
+            else:
+                divided[path] = tensor
+        tensors |= _of_holders(divided, backend)
         return cls(deepcopy(asdict(state.scalars)), tensors, dict(state.held_weights))
 
     @property
@@ -46,7 +60,8 @@ class Commit:
     def restore(self, state: TrainState) -> None:
         """Restore `state` to this commit."""
         for path, tensor in state.named_tensors().items():
-            tensor.value.assign(self.tensors[path])
+            if tensor.replicated or _holds(tensor):
+                tensor.value.assign(np.reshape(self.tensors[path], tensor.value.shape))
         state.restore(deepcopy(dict(self.scalars)))
         state.held_weights = dict(self.held_weights)
 
@@ -91,9 +106,9 @@ class Commits:
         self.goes_on = self.settled is not None
         return self.settled
 
-    def keep(self, state: TrainState) -> None:
-        """Replace the commit by `state`."""
-        self._newest = Commit.of(state)
+    def keep(self, state: TrainState, backend: Backend) -> None:
+        """Replace the commit by `state`. Collective."""
+        self._newest = Commit.of(state, backend)
 
     def restore(self, state: TrainState, backend: Backend) -> bool:
         """Restore the newest commit of any rank on all ranks; return whether there is one. Collective.
@@ -129,7 +144,7 @@ class Commits:
         before = self.worlds[-1].ranks if self.worlds else None
         self.worlds.append(WorldRecord(state.scalars.step, backend.size))
         self._interrupted, self._steps_here = self._last_began, 0
-        self.keep(state)
+        self.keep(state, backend)
         if before is None:
             return None
         return (
@@ -161,14 +176,54 @@ class HostsCheck:
             raise HostsChangedError("The hosts of the job have changed.")
 
 
-def check_launcher(session: Session) -> None:
-    """Reject elastic training under a launcher that does not replace ranks (ConfigError)."""
+def check_goes_on(session: Session, options: UpdateConfig) -> None:
+    """Reject elastic training by an update rule that cannot go on under this launcher (ConfigError)."""
+    apart = options.update in ASYNCHRONOUS
+    if options.local_steps and not apart:
+        raise ConfigError(
+            f"{opt('local_steps', options.local_steps)} does not go with {opt('elastic')}: between two averages ranks "
+            f"have weights of their own. Leave out one of them, or use {opt('update', 'gossip')} or easgd."
+        )
+    if not session.elastic and apart:
+        raise ConfigError(
+            f"{opt('elastic')} with {opt('update', options.update)} needs a launcher that leaves the others alone "
+            f"where a rank is lost: mpirun --enable-recovery, of Open MPI 4. Received: {_launcher(session)}."
+        )
     if not session.elastic:
         raise ConfigError(
             f"{opt('elastic')} needs a launcher that replaces ranks: horovodrun with a host discovery script. "
             f"Received: {_launcher(session)}. Elsewhere restart the job from its newest checkpoint, on any "
             "number of ranks."
         )
+    if isinstance(session.link.worlds, Survivors) and not apart:
+        raise ConfigError(
+            f"{opt('elastic')} over MPI needs ranks that train apart: {opt('update', 'async')}, gossip or easgd. In an "
+            "all-reduce MPI waits for a lost rank for ever: use horovodrun --gloo with a host discovery script."
+        )
+    if isinstance(session.link.worlds, Survivors) and TIMELINE in os.environ:
+        raise ConfigError(
+            f"A trace of Horovod does not go with {opt('elastic')} over MPI, where Horovod runs at meetings alone: "
+            "leave out one of them."
+        )
+
+
+def _holds(tensor: NamedTensor) -> bool:
+    return elements(box_shape(tensor.slice)) > 0
+
+
+def _of_holders(tensors: Mapping[str, NamedTensor], backend: Backend) -> dict[str, np.ndarray]:
+    """Return the values of tensors that one rank each holds as a whole. Collective."""
+    held = gather(backend, [path for path, tensor in tensors.items() if _holds(tensor)], among="replicas")
+    found: dict[str, np.ndarray] = {}
+    for holder, paths in enumerate(held):
+        copies = {}
+        for path in paths:
+            mine = tf.reshape(tensors[path].value, tensors[path].global_shape) if holder == backend.index else None
+            empty = tf.zeros(tensors[path].global_shape, tensors[path].value.dtype)
+            copies[path] = tf.Variable(empty if mine is None else mine, trainable=False)
+        backend.broadcast({f"commit/{path}": copy for path, copy in copies.items()}, root=holder)
+        found |= {path: copy.numpy() for path, copy in copies.items()}
+    return found
 
 
 def _launcher(session: Session) -> str:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 
 from hvdtrain.backends.select import backend_for
+from hvdtrain.compat.keras_variables import forget_slots
 from hvdtrain.config.checkpoint import Checkpoint, checkpoint_of
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.facts import Facts
@@ -16,12 +17,13 @@ from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.data.streams.dataset_batches import DatasetTraining
 from hvdtrain.data.streams.python_batches import GeneratorTraining
 from hvdtrain.data.streams.rank_parts import RankTraining
+from hvdtrain.optim.averaging import innermost
 from hvdtrain.runtime.interrupts import InterruptWatch
 from hvdtrain.runtime.logs import LOGGER
 from hvdtrain.runtime.session import Session, current, join_next_world
 from hvdtrain.runtime.stopping import StopAgreement, Stopped
 from hvdtrain.state.scalars import Scalars
-from hvdtrain.training.elastic import Commits, check_launcher
+from hvdtrain.training.elastic import ASYNCHRONOUS, Commits, check_goes_on
 from hvdtrain.training.fit_arguments import FitArguments
 from hvdtrain.training.loop.keras_callbacks import go_on_writing
 from hvdtrain.training.loop.report import FitResult, summary_of
@@ -101,7 +103,7 @@ class FittingTrainer(ResumableTrainer):
 
     def _fit_elastically(self, arguments: FitArguments, commit_every: int) -> FitResult:
         """Train in this world and its successors, as ranks leave and join."""
-        check_launcher(current())
+        check_goes_on(current(), self.options)
         check(ElasticConfig(elastic=True), self.options, facts=Facts(backend=self.backend.name))
         _refuse_ranks_own(arguments)
         commits, entered = Commits(), True
@@ -125,6 +127,8 @@ class FittingTrainer(ResumableTrainer):
         """Rebuild the trainer for a new world; model and optimizer are kept."""
         scalars = None if self._state is None else asdict(self._state.scalars)
         self.backend = backend_for(session)
+        if self.options.update in ASYNCHRONOUS:
+            forget_slots(innermost(self.optimizer))  # other ranks hold them now; the commit has all
         self._assemble()
         self._scalars_before = scalars
 

@@ -36,8 +36,10 @@ _FAMILIES = {"mpirun": _OPEN_MPI, "horovodrun": _OPEN_MPI, "mpiexec": _MPICH, "m
 """The MPI of a launcher; MPICH's ABI is also that of Intel, Cray and MVAPICH."""
 
 
-def load_mpi(environment: Environment) -> Any:
+def load_mpi(environment: Environment, communicator: Any = None) -> Any:
     """Return mpi4py's MPI module, initialised and checked against what the launcher said.
+
+    `communicator` is that of all ranks, where it is not COMM_WORLD.
 
     Raises:
         LaunchError: mpi4py is missing, or MPI was initialised without threads.
@@ -54,7 +56,8 @@ def load_mpi(environment: Environment) -> Any:
             f"{environment.launcher} started this job over MPI, but mpi4py cannot be loaded ({error}). "
             "Run: python -m hvdtrain setup"
         ) from error
-    told, seen = (environment.rank, environment.size), (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
+    everyone = communicator or MPI.COMM_WORLD
+    told, seen = (environment.rank, environment.size), (everyone.rank, everyone.size)
     if told != seen:
         library = _short(MPI.Get_library_version())
         raise LoneRanksError(
@@ -193,7 +196,7 @@ class MpiTransport:
     def received_failures(self, known: Collection[int]) -> dict[int, bytes]:
         self.posted()  # the watchdog looks all the time: posts that nobody reads do not pile up within MPI
         came: dict[int, bytes] = {}
-        for rank, message in self._arrived(_FAILURE_TAG):
+        for rank, message in self.arrived(_FAILURE_TAG):
             came.setdefault(rank, message)
         return came
 
@@ -206,7 +209,7 @@ class MpiTransport:
     def posted(self) -> dict[int, bytes]:
         # Of each rank the last one that came.
         with self._taking_posts:
-            self._posted.update(self._arrived(_BOARD_TAG))
+            self._posted.update(self.arrived(_BOARD_TAG))
             return dict(self._posted)
 
     def abort(self, code: int) -> NoReturn:
@@ -243,7 +246,7 @@ class MpiTransport:
             self._unsent = [(request, kept) for request, kept in self._unsent if not request.Test()]
             return bool(self._unsent)
 
-    def _arrived(self, tag: int) -> Iterator[tuple[int, bytes]]:
+    def arrived(self, tag: int) -> Iterator[tuple[int, bytes]]:
         """Yield sender and text of every message that is here, in each sender's order."""
         while True:
             rank, message = self._receive(self._mpi.ANY_SOURCE, tag)
@@ -262,31 +265,38 @@ class MpiTransport:
         return status.Get_source(), bytes(buffer)
 
 
-def open_mpi(environment: Environment, *, timeout: float, environ: Mapping[str, str] = os.environ) -> RootedChannel:
+def open_mpi(
+    environment: Environment,
+    *,
+    timeout: float,
+    environ: Mapping[str, str] = os.environ,
+    communicator: Any = None,
+) -> RootedChannel:
     """Initialise MPI where nobody has, and open the channel.
 
     The ranks find one another by unsigned messages, with which rank 0 also hands out the secret that it
     draws: MPI's transport is the launcher's, and as safe as that makes it. With HVDTRAIN_JOB_SECRET set, that
-    one is needed as well.
+    one is needed as well. `communicator` is that of all ranks, where it is not COMM_WORLD.
 
     Raises:
         LaunchError: a rank is missing, the secrets differ, mpi4py is missing, or MPI counts other ranks than
             the launcher.
     """
-    mpi, deadline = load_mpi(environment), time.monotonic() + timeout
+    mpi, deadline = load_mpi(environment, communicator), time.monotonic() + timeout
+    everyone = communicator or mpi.COMM_WORLD
     rank, size = environment.rank, environment.size
-    lobby = MpiTransport(mpi, mpi.COMM_WORLD, lobby=True)
+    lobby = MpiTransport(mpi, everyone, lobby=True)
     greeting = RootedChannel(lobby, Signer(b"", ""), rank, size)
     drawn = secrets.token_bytes(KEY_BYTES) if rank == 0 else b""
     drawn = greeting.exchange(drawn, timeout=timeout)[0]
     given = secret_from_environment(environ)
     secret = hmac.digest(given, drawn, "sha256") if given else drawn
-    communicator, request = mpi.COMM_WORLD.Idup()
+    duplicate, request = everyone.Idup()
     while not request.Test():
         if time.monotonic() > deadline:
             raise LaunchError("MPI could not duplicate its communicator in time: a rank hangs in MPI.")
         time.sleep(0.001)
-    room = MpiTransport(mpi, communicator)
+    room = MpiTransport(mpi, duplicate)
     channel = RootedChannel(room, Signer(secret, environment.job_id), rank, size)
     channel.barrier(max(1.0, deadline - time.monotonic()))
     return channel

@@ -59,7 +59,10 @@ def test_a_session_waits_longer_than_a_slow_disk_takes(carries):
     class Link:
         control = type("", (), {"barrier": lambda self, timeout, on_wait: waited.append(timeout)})()
         environment = place(1, 2)
-        trace = None
+        trace = worlds = None
+
+        def stop_threads(self):
+            pass
 
         def close(self):
             waited.append("left")

@@ -1,5 +1,6 @@
 """Elastic training: options, commits, and what ends a world."""
 
+import json
 import socket
 import threading
 import time
@@ -9,18 +10,24 @@ from types import SimpleNamespace
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from hvdtrain.backends.single import SingleBackend
 from hvdtrain.config.errors import ConfigError, LaunchError, MissingRankError
 from hvdtrain.config.runtime import RuntimeConfig
+from hvdtrain.config.training import UpdateConfig
 from hvdtrain.data.batch import per_replica
 from hvdtrain.runtime.broken_links import sockets
 from hvdtrain.runtime.elastic import Engine, HostsChangedError, Worlds, is_over, threads
 from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.objects import wait_for_all
+from hvdtrain.runtime.survivors import Survivors
+from hvdtrain.state.named_tensors import NamedTensor, replicated_tensor
+from hvdtrain.state.scalars import Scalars
 from hvdtrain.state.train_state import TrainState
-from hvdtrain.training.elastic import MOST_IN_VAIN, Commits, WorldRecord, check_launcher
+from hvdtrain.training.elastic import MOST_IN_VAIN, Commit, Commits, WorldRecord, check_goes_on
 from hvdtrain.training.step.batches import per_microbatch
+from tests.unit.gathering import Gathering, on_ranks
 from tests.unit.threaded_ranks import as_ranks
 
 GLOO = {
@@ -45,8 +52,9 @@ def test_horovodrun_with_host_discovery_is_an_elastic_launcher(value, elastic):
     assert detect_environment(environ).elastic is elastic
 
 
-def session_of(launcher, *, elastic=False):
-    return SimpleNamespace(elastic=elastic, environment=SimpleNamespace(launcher=launcher))
+def session_of(launcher, *, worlds=None):
+    link = SimpleNamespace(worlds=worlds)
+    return SimpleNamespace(elastic=worlds is not None, environment=SimpleNamespace(launcher=launcher), link=link)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +63,24 @@ def session_of(launcher, *, elastic=False):
 )
 def test_a_fixed_number_of_ranks_is_refused(launcher, received):
     with pytest.raises(ConfigError, match=rf"elastic needs a launcher .* Received: {received}.*Elsewhere restart"):
-        check_launcher(session_of(launcher))
+        check_goes_on(session_of(launcher), UpdateConfig())
+    with pytest.raises(ConfigError, match=rf"update='gossip' needs .* mpirun --enable-recovery.*{received}"):
+        check_goes_on(session_of(launcher), UpdateConfig(update="gossip"))
+
+
+def test_over_mpi_ranks_must_train_apart(monkeypatch):
+    session = session_of("mpirun", worlds=Survivors({}))
+    with pytest.raises(ConfigError, match=r"elastic over MPI needs ranks that train apart: update='async'"):
+        check_goes_on(session, UpdateConfig())
+    check_goes_on(session, UpdateConfig(update="easgd", local_steps=2))
+    monkeypatch.setenv("HOROVOD_TIMELINE", "trace.json")
+    with pytest.raises(ConfigError, match="trace of Horovod does not go with elastic over MPI"):
+        check_goes_on(session, UpdateConfig(update="easgd"))
+
+
+def test_local_steps_are_refused():
+    with pytest.raises(ConfigError, match=r"local_steps=2 does not go with elastic: between two averages"):
+        check_goes_on(session_of("horovodrun", worlds=Worlds({})), UpdateConfig(local_steps=2))
 
 
 def test_batches_need_not_divide():
@@ -157,6 +182,47 @@ def test_a_commit_is_the_whole_state(state, backend):
     np.testing.assert_array_equal(state.held_weights["0/kernel"], np.ones([2, 2]))
     assert commits.begin(state, backend) == "elastic: 1 rank before, 1 now: goes on after step 5"
     assert commits.worlds == [WorldRecord(5, 1), WorldRecord(5, 1)]
+
+
+class Broadcasting(Gathering):
+    """Ranks on threads that broadcast through what they bring."""
+
+    def broadcast(self, tensors, *, root=0, among="replicas"):
+        mine = {path: variable.numpy().tolist() for path, variable in tensors.items()}
+        told = json.loads(self.gather_bytes(json.dumps(mine).encode(), timeout=None)[root])
+        for path, variable in tensors.items():
+            variable.assign(told[path])
+
+
+def test_a_commit_has_what_other_ranks_hold_alone():
+    """In the next world another rank may hold it."""
+
+    def held(backend, owner):
+        mine = backend.index == owner
+        value = tf.Variable([[1.0, 2.0]] if mine else [[0.0]])
+        region = (slice(0, 1), slice(0, 2)) if mine else (slice(0, 0), slice(0, 0))
+        number = tf.Variable(5.0 if mine else 0.0)
+        one = (slice(0, 1),) if mine else (slice(0, 0),)
+        return {
+            "whole": replicated_tensor(tf.Variable([3.0])),
+            "slot": NamedTensor(value, (1, 2), region, replicated=False),
+            "count": NamedTensor(number, (1,), one, replicated=False),
+        }
+
+    def commit(backend):
+        state = SimpleNamespace(scalars=Scalars(seed=1, step=4), held_weights={}, restore=lambda scalars: None)
+        state.named_tensors = lambda: held(backend, owner=1)
+        kept = Commit.of(state, backend)
+        moved = held(backend, owner=0)
+        for tensor in moved.values():
+            tensor.value.assign(tf.zeros_like(tensor.value))
+        state.named_tensors = lambda: moved
+        kept.restore(state)
+        return kept.step, *(tensor.value.numpy().tolist() for tensor in moved.values())
+
+    here, there = on_ranks(2, commit, kind=Broadcasting)
+    assert here == (4, [3.0], [[1.0, 2.0]], 5.0)
+    assert there == (4, [3.0], [[0.0]], 0.0)
 
 
 def test_a_world_tells_how_long_its_first_step_was_waited_for(state, backend, monkeypatch):

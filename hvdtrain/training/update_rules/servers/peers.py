@@ -210,7 +210,7 @@ class GossipUpdate(AsyncUpdate):
         super()._drain()
         pause = Pause()
         while isinstance(self._server, PeerServer) and not self._server.quiet:
-            self._server.check()
+            self._check()
             pause.sleep()
 
     def _agree_on(self, masters: Mapping[str, tf.Variable]) -> None:

@@ -229,7 +229,21 @@ class AsyncUpdate(UpdateRule):
                 "arrays or files, with shard_by='samples' and without on_bad_record: of this data every rank would "
                 "have to train on its own share. Leave it out, so that all ranks train."
             )
-        paced = PacedStep(step, begin=begin, end=end, measure=self._measure, total=self._unread.add)
+        survivors = current().link.survivors
+
+        def meet() -> None:
+            self._drain()
+            survivors.gather_again()
+
+        paced = PacedStep(
+            step,
+            begin=begin,
+            end=end,
+            part=survivors.part,
+            meet=meet,
+            measure=self._measure,
+            total=self._unread.add,
+        )
         return paced, PacedData(data, self._backend.index, self._workers, take)
 
     def finalize(self) -> None:
@@ -247,13 +261,19 @@ class AsyncUpdate(UpdateRule):
             self._messages = Messages(session, session.config.load_timeout)
             self._server = self._make_server(self._messages, replay)
             self._connection = Connection(self._messages)
-            session.threads.append(self._server.stop)
-            self._messages.check = self._server.check
+            session.link.threads.append(self._server.stop)
+            self._messages.check = self._check
             self._copy_to_masters()
             if self._layouts:
                 self._prepare(self._connection, self._server)
             self._server.begin(self._step)
         return self._connection, self._server
+
+    def _check(self) -> None:
+        """Raise if the server of this rank has failed, or a rank is lost."""
+        if self._server is not None:
+            self._server.check()
+        current().link.survivors.check()
 
     def _make_server(self, messages: Messages, replay: Sequence[Event]) -> Server:
         return Server(
@@ -278,7 +298,7 @@ class AsyncUpdate(UpdateRule):
         server = self._server
         everyone = gather(self._backend, [list(server.staleness.items()), server.events, server.slices])
         self._server.stop()
-        current().threads.remove(self._server.stop)
+        current().link.threads.remove(self._server.stop)
         self._messages.close()
         self._messages = self._connection = self._server = None
         staleness: Counter[int] = Counter()

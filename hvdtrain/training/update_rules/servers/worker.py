@@ -9,7 +9,7 @@ Elsewhere, and with a bound on the staleness, each takes its own.
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -150,7 +150,7 @@ class PacedData:
                 for step in itertools.count(start_step):
                     yield step + 1, _until(step, coming, lambda: reader.submit(fetch))
             finally:
-                coming[0].result()
+                wait(coming)
 
 
 def _until(step: int, coming: list[Future[Slice]], fetch: Callable[[], Future[Slice]]) -> Iterator[Slice]:
@@ -172,6 +172,8 @@ class PacedStep:
         step: trains on one slice.
         begin: called before each slice.
         end: called after each step with its number, from 1.
+        part: called where workers go on at their own pace after they have met. Collective.
+        meet: waits for all ranks, before anything is exchanged among all. Collective.
         measure: measures a step, when all ranks have come to its end. Collective.
         total: makes totals of this replica those of all, when they are read.
     """
@@ -182,24 +184,40 @@ class PacedStep:
         *,
         begin: Callable[[Slice], None],
         end: Callable[[int], None],
+        part: Callable[[], None],
+        meet: Callable[[], None],
         measure: Callable[[], Measured],
         total: Callable[[tf.Tensor], Totals],
     ) -> None:
         self._step = step
         self._begin = begin
         self._end = end
+        self._part = part
+        self._meet = meet
+        self._together = False
+        """Whether all ranks have met since the last step."""
         self._measure = measure
         self._total = total
 
     def __call__(self, work: tuple[int, Iterable[Slice]], *, measure: bool) -> StepResult:
         """Train on the slices; `measure` waits for the other ranks."""
         number, slices = work
+        if self._together:
+            self._part()
         totals = tf.zeros([3])
         for each in slices:
             self._begin(each)
             totals = totals + tf.cast(self._step(each.batch, measure=False).totals, tf.float32)
         self._end(number)
+        self._together = False
+        if measure:
+            self._come_together()
         return StepResult(self._total(totals), self._measure() if measure else None)
+
+    def _come_together(self) -> None:
+        if not self._together:
+            self._meet()
+        self._together = True
 
     def begin_metrics(self, sums: Mapping[str, list[Any]] | None = None) -> None:
         """Reset the epoch's metrics, or restore them."""
@@ -207,16 +225,20 @@ class PacedStep:
 
     def metric_sums(self) -> dict[str, list[Any]]:
         """Return each metric's state by name, over all replicas. Collective."""
+        self._come_together()
         return self._step.metric_sums()
 
     def recent_metrics(self) -> Mapping[str, Any]:
         """Return the metrics since the last call in the epoch. Collective."""
+        self._come_together()
         return self._step.recent_metrics()
 
     def metrics_so_far(self) -> Mapping[str, Any]:
         """Return the metrics of the epoch so far. Collective."""
+        self._come_together()
         return self._step.metrics_so_far()
 
     def epoch_metrics(self) -> Mapping[str, Any]:
         """Return the metrics since the last call, if requested. Collective."""
+        self._come_together()
         return self._step.epoch_metrics()
