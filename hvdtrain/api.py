@@ -135,26 +135,29 @@ def init(
 
 
 def _warn_of_lone_fits(session: Session) -> None:
-    """Warn after a `keras.Model.fit` in a job in which nothing is exchanged: each rank has trained by itself.
+    """Warn after Keras' own training in a job in which nothing is exchanged: each rank has trained by itself.
 
-    It replaces `keras.Model.fit` for as long as the process lives.
+    It replaces `fit` and `train_on_batch` of `keras.Model` for as long as the process lives.
     """
     import keras
 
-    fit = keras.Model.fit
+    def noticing(name: str) -> Callable[..., Any]:
+        own = getattr(keras.Model, name)
 
-    @wraps(fit)
-    def noticed(model: Any, *args: Any, **options: Any) -> Any:
-        result = fit(model, *args, **options)
-        if not session.exchanges and not any(face in sys.modules for face in _FACES):
-            warn_on_first(
-                f"Model.fit exchanges nothing: each of the {session.environment.size} ranks has trained {model.name!r} "
-                "by itself. Write hvdtrain.Trainer(model).fit(…) in its place.",
-                stacklevel=2,
-            )
-        return result
+        @wraps(own)
+        def noticed(model: Any, *args: Any, **options: Any) -> Any:
+            result = own(model, *args, **options)
+            if not session.exchanges and not any(face in sys.modules for face in _FACES):
+                warn_on_first(
+                    f"Model.{name} exchanges nothing: each of the {session.environment.size} ranks has trained "
+                    f"{model.name!r} by itself. Write hvdtrain.Trainer(model).{name}(…) in its place.",
+                    stacklevel=2,
+                )
+            return result
 
-    keras.Model.fit = noticed
+        return noticed
+
+    keras.Model.fit, keras.Model.train_on_batch = noticing("fit"), noticing("train_on_batch")
 
 
 def _check_same(arguments: Mapping[str, Any]) -> None:

@@ -8,7 +8,6 @@ from hvdtrain.runtime.session import Session, current
 
 def backend_for(session: Session) -> Backend:
     """Return the session's backend: tf.distribute if it has a strategy, Horovod if running, else single."""
-    session.exchanges = True
     if session.strategy is not None and session.strategy.roles is not None:
         from hvdtrain.backends.parameter_server import ParameterServerBackend
 
@@ -35,7 +34,9 @@ def current_exchange() -> Backend:
         ConfigError: its workers do not communicate.
         LaunchError: `hvdtrain.init()` was not called.
     """
-    backend = backend_for(current())
+    session = current()
+    session.exchanges = True
+    backend = backend_for(session)
     if backend.capabilities.asynchronous:
         raise ConfigError(
             f"The workers of {opt('backend', backend.name)} exchange nothing with one another, and only Trainer sends "

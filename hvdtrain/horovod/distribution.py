@@ -36,7 +36,10 @@ class Distribution:
 
     def __init__(self, exchange: GradientExchange, passes: int = 1, average: bool = False) -> None:
         if exchange.op_name not in LINEAR:
-            raise ConfigError("op currently only supports Average and Sum")
+            raise ConfigError(
+                "op currently only supports Average and Sum; of Adasum in a loop of your own: "
+                "hvdtrain.horovod.DistributedGradientTape(tape, op=hvd.Adasum)"
+            )
         if passes < 1:
             raise ConfigError(f"backward_passes_per_step must be at least 1. Received: {passes}.")
         self.exchange = exchange

@@ -83,6 +83,16 @@ def sync_layers(model: Any) -> list[SyncBatchNormalization]:
     return [layer for layer in flatten_layers(model) if isinstance(layer, SyncBatchNormalization)]
 
 
+def refuse_keras_synchronization(model: Any) -> None:
+    """Raise ConfigError for `BatchNormalization(synchronized=True)`, of which Keras knows in tf.distribute alone."""
+    for layer in flatten_layers(model):
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized:
+            raise ConfigError(
+                f"Keras synchronizes {type(layer).__name__} {layer.name!r} (synchronized=True) over tf.distribute, in "
+                "which no Horovod rank takes part. Leave it out, and write Trainer(…, sync_batch_norm=True)."
+            )
+
+
 def replicas_of(
     layers: Sequence[SyncBatchNormalization], exchange: Collectives, has_samples: Any
 ) -> AbstractContextManager[None]:

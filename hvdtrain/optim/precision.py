@@ -33,16 +33,14 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return tf.reduce_all([tf.reduce_all(tf.math.is_finite(part)) for part in parts])
 
 
-def with_loss_scaling(optimizer: Any, model: Any) -> Any:
-    """Wrap `optimizer`, unless wrapped, in loss scaling for fp16 layers of `model`."""
-    if has_dynamic_scale(optimizer) or not computes_in_float16(model):
-        return optimizer
-    return LossScaleOptimizer(optimizer)
+def with_loss_scaling(optimizer: Any) -> Any:
+    """Wrap `optimizer` in loss scaling, unless it is wrapped."""
+    return optimizer if has_dynamic_scale(optimizer) else LossScaleOptimizer(optimizer)
 
 
-def computes_in_float16(model: Any) -> bool:
-    """Return whether any layer of a built model computes in fp16."""
-    return any(layer.compute_dtype == "float16" for layer in (model, *flatten_layers(model, include_self=False)))
+def scales_loss(model: Any) -> bool:
+    """Return whether Keras' `compile` scales the loss of `model`: by its policy, whatever that of single layers."""
+    return bool(model.dtype_policy.name == "mixed_float16")
 
 
 def has_dynamic_scale(optimizer: Any) -> bool:

@@ -55,7 +55,7 @@ class Session:
     closed: bool = False
     """Whether this rank has left the job."""
     exchanges: bool = False
-    """Whether a trainer, tape, optimizer or collective has asked for the ranks."""
+    """Whether a tape, optimizer or collective has asked for the ranks, as code of `Model.fit` may have."""
 
     @property
     def environment(self) -> Environment:

@@ -58,7 +58,7 @@ class Slot(NamedTuple):
 
 def rate_of(optimizer: Any) -> tf.Tensor:
     """Return an optimizer's learning rate of now; of a MultiOptimizer, that of its first."""
-    several = getattr(optimizer, "optimizers", None)
+    several = getattr(innermost(optimizer), "optimizers", None)
     return tf.convert_to_tensor((several[0] if several else optimizer).learning_rate)
 
 

@@ -19,9 +19,11 @@ from hvdtrain.config.registry import resolve
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.pipeline import SourceTraining, TrainingData
 from hvdtrain.data.streams.dataset_batches import DatasetTraining
+from hvdtrain.data.streams.python_batches import PyDatasetTraining
+from hvdtrain.layers.sync_batch_norm import refuse_keras_synchronization
 from hvdtrain.observability.events import Observer, RunInfo
 from hvdtrain.optim.averaging import averages_weights
-from hvdtrain.optim.precision import precision, with_loss_scaling
+from hvdtrain.optim.precision import precision, scales_loss, with_loss_scaling
 from hvdtrain.parallel.pipeline.stage import PipelineStage
 from hvdtrain.parallel.tensor.parallelize import refuse_saving_shards
 from hvdtrain.runtime.logs import warn_on_first
@@ -98,11 +100,16 @@ class TrainerCore:
             built = model_for(self.backend, model, self.options)
             self._eager = bool(getattr(built, "run_eagerly", False))
             chosen = Objective(loss, metrics, loss_weights, weighted_metrics)
+            decided = optimizer is None and self.options.precision is None  # by Keras, in compile
             optimizer, objective, notes = merge_compile_settings(built, optimizer, chosen)
             check(self.options, facts=model_facts(self._job(), built))
+            if self.backend.name == "horovod" and self.backend.size > 1:
+                refuse_keras_synchronization(built)
             own = not isinstance(model, keras.Model)
             self.model = staged(converted(built, self.options), self.backend, self.options, own=own)
-            optimizer = with_loss_scaling(built_optimizer(optimizer, self.model), self.model)
+            optimizer = built_optimizer(optimizer, self.model)
+            if scales_loss(built) and not decided:
+                optimizer = with_loss_scaling(optimizer)
         self._parts = optimizer, objective, notes
         self._scalars_before: Mapping[str, Any] | None = None
         self._assemble()
@@ -169,8 +176,10 @@ class TrainerCore:
 
     def build(self, data: TrainingData) -> None:
         """Build model and optimizer if necessary, and check loss and metrics."""
-        sampled = data.sample() if isinstance(data, DatasetTraining | SourceTraining) else next(iter(data.batches(0)))
-        self.build_on(sampled, training=True)
+        if isinstance(data, DatasetTraining | SourceTraining | PyDatasetTraining):
+            self.build_on(data.sample(), training=True)
+        else:
+            self.build_on(next(iter(data.batches(0))), training=True)
 
     def build_on(self, batch: Batch, *, training: bool = False) -> None:
         """Build model and optimizer from one representative batch.

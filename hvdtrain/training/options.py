@@ -112,6 +112,15 @@ class TrainerOptions(TypedDict, total=False):
     desync_every: int
 
 
+_OF_FIT = " It is an argument of fit()."
+_OF_OPTIMIZER = " It is the optimizer's: Trainer(model, keras.optimizers.SGD(0.1), loss)."
+_ELSEWHERE = {
+    **{"jit_compile": " Perhaps you meant: jit.", "lr": _OF_OPTIMIZER, "learning_rate": _OF_OPTIMIZER},
+    **dict.fromkeys(("batch", "batch_size", "callbacks", "epochs", "validation_data", "verbose"), _OF_FIT),
+}
+"""What users write for an option of something else."""
+
+
 def step_options(given: dict[str, Any]) -> StepOptions:
     """Return StepOptions from keyword arguments.
 
@@ -120,7 +129,8 @@ def step_options(given: dict[str, Any]) -> StepOptions:
     known = {field.name: "" for field in fields(StepOptions)}
     for name in given:
         if name not in known:
-            advice = " It is one of hvdtrain.init()." if name in OF_INIT else suggestion(name, known)
+            advice = _ELSEWHERE.get(name) or (" It is one of hvdtrain.init()." if name in OF_INIT else "")
+            advice = advice or suggestion(name, known)
             raise ConfigError(f"Trainer takes no option {name!r}.{advice}")
     try:
         return TypeAdapter(StepOptions).validate_python(given)

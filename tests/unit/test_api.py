@@ -43,11 +43,14 @@ PROMISED = """
 def test_a_fit_of_keras_that_exchanges_nothing_is_named(monkeypatch):
     keras = pytest.importorskip("keras")
     monkeypatch.setattr(keras.Model, "fit", lambda model, epochs: epochs)
+    monkeypatch.setattr(keras.Model, "train_on_batch", lambda model, x: x)
     monkeypatch.setattr(api, "_FACES", ())
     session = SimpleNamespace(environment=SimpleNamespace(size=2), exchanges=False)
     api._warn_of_lone_fits(session)
     with pytest.warns(UserWarning, match=r"each of the 2 ranks has trained 'mine' by itself\. Write hvdtrain\.Trainer"):
         assert keras.Model(name="mine").fit(epochs=3) == 3
+    with pytest.warns(UserWarning, match=r"Write hvdtrain\.Trainer\(model\)\.train_on_batch"):
+        assert keras.Model(name="mine").train_on_batch(2) == 2
     session.exchanges = True
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -122,6 +122,10 @@ class PyDatasetTraining:
             yield from self._epoch(epoch, within)
             epoch, within = epoch + 1, 0
 
+    def sample(self) -> Batch:
+        """Return the first batch, of which no epoch begins."""
+        return self._cut(_item(self._dataset, int(self.numbers(0)[0])))
+
     def numbers(self, epoch: int) -> np.ndarray:
         """Return the batch numbers [steps_per_epoch] of `epoch`, in order."""
         numbers = np.arange(epoch * self.steps_per_epoch, (epoch + 1) * self.steps_per_epoch)

@@ -52,8 +52,16 @@ def allreduce(
     compression: Any = Compression.none,
 ) -> Any:
     """Reduce a value over all ranks; the average by default."""
-    options = {**locals()}
-    return collectives.allreduce(options.pop("value"), **options)
+    # Not of locals(): autograph adds some.
+    return collectives.allreduce(
+        value,
+        name=name,
+        average=average,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        op=op,
+        compression=compression,
+    )
 
 
 def allgather(value: Any, name: str | None = None) -> Any:

@@ -1,7 +1,7 @@
 """The loop over optimizer steps, with the hooks called after each."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from enum import IntEnum
 from typing import Any
@@ -234,12 +234,14 @@ class TrainingLoop:
             scalars.advance(self._data.steps_per_epoch)
             outcome = self._call_hooks(step)
             if outcome is Outcome.STOP:
-                return
+                break
             if outcome is Outcome.ROLL_BACK:
                 scalars = self._rolled_back(step)
                 batches = self._batches()
             elif step.measured:
                 self._resume_clocks()
+        if isinstance(batches, Generator):
+            batches.close()  # a PyDataset is told that its epoch has ended
 
     def _batches(self) -> Iterator[Any]:
         """Return the batches from the state's position on, and start the clock."""

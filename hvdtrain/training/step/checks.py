@@ -17,6 +17,7 @@ from hvdtrain.compat.keras import (
     function_of_metric,
     own_non_trainable_variables,
 )
+from hvdtrain.compat.tensorflow import compiled
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.data.batch import Batch
 from hvdtrain.parallel.context.positions import POSITION_DIM, Positions, with_positions
@@ -142,7 +143,7 @@ def check_states(model: Any, batch: Batch, step: Callable[[Batch], Any]) -> None
         step(batch)
         return [tf.cast(unwrap(variable).read_value(), tf.float64) for _, variable in found]
 
-    compute = tf.function(states, autograph=False)
+    compute = compiled(states)
     graph = compute.get_concrete_function(parts[0]).graph
     if draws(graph) or exchanges(graph):
         return

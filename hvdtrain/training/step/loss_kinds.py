@@ -1,11 +1,13 @@
 """Tell numbers of a step that are means over its samples from sums."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
+from hvdtrain.compat.tensorflow import compiled
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.batch import Batch, part_of
 from hvdtrain.runtime.compiled import run_once
@@ -55,7 +57,7 @@ def kinds_of(
         formed[:] = formed_by(model, batch, total=total, step=step, logs=logs)
         return [tf.cast(each.value, tf.float64) for each in formed]
 
-    compute = tf.function(numbers, autograph=False)
+    compute = compiled(numbers)
     graph = compute.get_concrete_function(batch, 2 * number_of_samples(batch)).graph
     if exchanges(graph):
         return Kinds(exchanged=True), []
@@ -108,7 +110,8 @@ def _twice(value: Any) -> Any:
 
 
 def _code(once: float, twice: float, tolerance: float) -> int:
-    ratio = twice / once if once else 1.0
+    # Of gradients that overflow, as those of a scaled loss at first, nothing is known.
+    ratio = twice / once if once and math.isfinite(once) and math.isfinite(twice) else 1.0
     found = "mean" if abs(ratio - 1.0) < tolerance else "sum" if abs(ratio - 2.0) < 2 * tolerance else None
     return _CODES.index(found)
 

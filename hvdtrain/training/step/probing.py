@@ -147,7 +147,9 @@ def halves_of(batch: Batch) -> tuple[Batch, Batch, Batch] | None:
 
 
 def adds_up(first: float, second: float, whole: float, *, mean: bool, tolerance: float = EXACT) -> bool:
-    """Return whether the number of a batch is the mean, or the sum, of those of its halves."""
+    """Return whether the number of a batch is the mean, or the sum, of those of its halves, as far as it is known."""
+    if not np.isfinite([first, second, whole]).all():
+        return True
     expected = (first + second) / 2 if mean else first + second
     return abs(whole - expected) <= tolerance * max(abs(first), abs(second), abs(whole))
 

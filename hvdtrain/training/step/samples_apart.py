@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.compat.keras import compiled_losses, flatten_layers, function_of_loss, losses_by_output, module_of_losses
+from hvdtrain.compat.tensorflow import compiled
 from hvdtrain.data.batch import Batch, rows_of, samples_in
 from hvdtrain.training.step.batches import number_of_samples, reads_outputs
 from hvdtrain.training.step.logs import StepLogs
@@ -60,7 +61,7 @@ def inspect_losses(model: Any, batch: Batch) -> tuple[bool, list[str]]:
             compiled_losses(model)(targets, outputs)
         return found
 
-    compute = tf.function(sums, autograph=False, reduce_retracing=True)
+    compute = compiled(sums, reduce_retracing=True)
     graph = compute.get_concrete_function(halves[2].targets, outputs).graph
     if exchanges(graph):
         return False, []
@@ -88,7 +89,7 @@ def inspect_losses(model: Any, batch: Batch) -> tuple[bool, list[str]]:
         padded = [values for values in padded if values]
     for values in (known, *padded):
         of_batch = [each for each, is_number in zip(values, are_numbers, strict=True) if is_number]
-        if np.isfinite(of_batch).all() and not all(adds_up(*each, mean=True, tolerance=ROUNDING) for each in of_batch):
+        if not all(adds_up(*each, mean=True, tolerance=ROUNDING) for each in of_batch):
             raise refusal_of_number(names)
     of_samples = [each for each, is_number in zip(known, are_numbers, strict=True) if not is_number]
     added_up = all(adds_up(*each, mean=False) for each in of_samples)
@@ -145,7 +146,7 @@ def _forward(model: Any, logs: StepLogs, *, training: bool) -> tuple[Any, list[s
         names[:] = ["", *(each.name for each in added)]
         return [*squares, *(tf.cast(each.value, tf.float64) for each in added)]
 
-    return tf.function(numbers, autograph=False, reduce_retracing=True), names
+    return compiled(numbers, reduce_retracing=True), names
 
 
 def _tolerance(model: Any) -> float:

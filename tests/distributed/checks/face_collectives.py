@@ -124,6 +124,8 @@ def check_what_a_rank_knows(world: World) -> None:
 def check_keras_values(world: World) -> None:
     values = [world.rank + 1.0, 2.0 * world.rank]
     np.testing.assert_allclose(hvd_keras.allreduce(values, op=hvd.Sum), [total(world), world.size * (world.size - 1)])
+    traced = tf.function(lambda x: hvd_keras.allreduce(x, op=hvd.Sum))  # autograph adds to its locals
+    np.testing.assert_allclose(traced(values), hvd_keras.allreduce(values, op=hvd.Sum))
     assert hvd_keras.allgather(values).shape == [2 * world.size]
     np.testing.assert_allclose(hvd_keras.broadcast(values, world.size - 1)[0], world.size)
     assert hvd_keras.reducescatter(np.ones((world.size, 2), "float32"), op=hvd.Sum).shape == [1, 2]

@@ -63,8 +63,8 @@ if STARTED_AS in given["lost"]:
     threading.Thread(target=lose, args=[given["lost"][STARTED_AS]], daemon=True).start()
 trainer = hvdtrain.Trainer(model, optimizer, "mse", **given.get("options", {}))
 saved = hvdtrain.Checkpoint("saved", every=50, keep=100)
-if "resume" in given:
-    trainer.resume(given["resume"])
+if "resume" in given or given.get("hosts"):
+    trainer.resume(given["resume"]) if "resume" in given else None
     saved = None
 result = trainer.fit(
     inputs,

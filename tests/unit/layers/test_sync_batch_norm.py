@@ -10,7 +10,7 @@ from keras import layers
 
 from hvdtrain.config.errors import ConfigError, LaunchError
 from hvdtrain.layers.convert import with_sync_batch_norm, without_sync_batch_norm
-from hvdtrain.layers.sync_batch_norm import SyncBatchNormalization, sync_layers
+from hvdtrain.layers.sync_batch_norm import SyncBatchNormalization, refuse_keras_synchronization, sync_layers
 from tests.unit.threaded_ranks import on_threads
 
 TOLERANCE = {"float32": 1e-6, "float64": 1e-9}
@@ -354,3 +354,11 @@ def test_conversion_can_be_undone(session: Any) -> None:
     assert back.layers[1].epsilon == 0.01
     x = np.ones((3, 5), "float32")
     np.testing.assert_array_equal(back(x), model(x))
+
+
+def test_what_keras_synchronizes_over_tf_distribute_is_refused():
+    """It would normalize each rank's samples by themselves, without a word."""
+    inner = keras.Sequential([layers.Dense(2), layers.BatchNormalization(synchronized=True, name="norm")])
+    with pytest.raises(ConfigError, match=r"'norm' \(synchronized=True\) .* write Trainer\(…, sync_batch_norm=True\)"):
+        refuse_keras_synchronization(keras.Sequential([inner]))
+    refuse_keras_synchronization(keras.Sequential([layers.BatchNormalization(), SyncBatchNormalization()]))

@@ -18,7 +18,6 @@ from hvdtrain.observability.events import RunInfo
 from hvdtrain.optim.clipping import Clipping, clip_by_norm, clip_by_value, global_norm
 from hvdtrain.optim.precision import (
     LossScaleOptimizer,
-    computes_in_float16,
     loss_scale_of,
     precision,
     with_loss_scaling,
@@ -317,12 +316,47 @@ def test_clipping_is_what_keras_does_with_dense_gradients(option, reference, sca
 # -- precision --
 
 
+@pytest.mark.parametrize(
+    ("policy", "layer", "given", "scaled"),
+    [
+        ("mixed_float16", None, {}, True),
+        ("mixed_float16", None, {"auto_scale_loss": False}, False),
+        ("float16", None, {}, False),
+        ("float32", "mixed_float16", {}, False),
+        ("mixed_bfloat16", None, {}, False),
+    ],
+)
+def test_losses_are_scaled_where_compile_of_keras_scales_them(policy, layer, given, scaled):
+    with precision(policy):
+        compiled, plain = model(dtype=layer), model(dtype=layer)
+    compiled.compile(keras.optimizers.SGD(), "mse", **given)
+    assert isinstance(compiled.optimizer, keras.optimizers.LossScaleOptimizer) is scaled
+    trainer = Trainer(compiled)
+    assert trainer.optimizer is compiled.optimizer
+    if not given:
+        assert isinstance(Trainer(plain, "sgd", "mse").optimizer, keras.optimizers.LossScaleOptimizer) is scaled
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("jit_compile", "Perhaps you meant: jit."),
+        ("lr", r"It is the optimizer's: Trainer\(model, keras.optimizers.SGD\(0.1\), loss\)"),
+        ("epochs", r"It is an argument of fit\(\)"),
+        ("hang_timeout", r"It is one of hvdtrain.init\(\)"),
+        ("acumulate", "Perhaps you meant: accumulate"),
+    ],
+)
+def test_options_of_something_else_are_told_where_they_belong(name, advice):
+    with pytest.raises(ConfigError, match=rf"Trainer takes no option '{name}'. {advice}"):
+        trainer(**{name: 1})
+
+
 def test_fp16_models_get_loss_scaling_and_others_do_not():
     half = Trainer(model, "sgd", "mse", precision="mixed_float16")
     assert isinstance(half.optimizer, LossScaleOptimizer)
-    assert computes_in_float16(half.model)
     own = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
-    assert with_loss_scaling(own, half.model) is own
+    assert with_loss_scaling(own) is own
     assert not isinstance(Trainer(model, "sgd", "mse").optimizer, LossScaleOptimizer)
     assert loss_scale_of(keras.optimizers.SGD()) == 1.0
     assert loss_scale_of(keras.optimizers.SGD(loss_scale_factor=8.0)) == 8.0

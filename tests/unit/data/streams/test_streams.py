@@ -71,6 +71,14 @@ def held(batch):
     return batch.inputs.numpy().tolist() if float(batch.has_samples) else []
 
 
+def test_of_a_sample_no_epoch_begins():
+    """A PyDataset may shuffle in on_epoch_begin."""
+    dataset = Batches()
+    data = py_training(dataset)
+    assert held(data.sample()) == held(next(data.batches(0)))
+    assert [what for what, _ in dataset.told] == ["begin"]
+
+
 def taken(data, count, start=0):
     return [held(batch) for batch in islice(data.batches(start), count)]
 

@@ -106,6 +106,12 @@ def test_a_mean_that_is_not_that_of_its_halves_is_named(loss):
     assert not found(model_with(loss, layers=[keras.layers.BatchNormalization()]))[1], "its statistics are of a batch"
 
 
+def test_of_gradients_that_overflow_nothing_is_said():
+    """As those of a scaled loss are in the first steps in float16."""
+    infinite = model_with(lambda outputs: tf.reduce_mean(outputs) * np.float32(np.inf))
+    assert found(infinite) == found(model_with(lambda outputs: tf.reduce_mean(outputs)))
+
+
 def over_pairs(targets, outputs):
     return tf.reduce_mean(tf.square(outputs @ tf.transpose(outputs)), -1)
 
