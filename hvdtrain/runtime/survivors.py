@@ -2,8 +2,9 @@
 
 Open MPI's mpirun ends a job of which a rank is lost, unless it is started with `--enable-recovery`. Then nobody tells
 the other ranks: messages to a lost rank never arrive, and a collective waits for it for ever. So the ranks of each host
-look whether the processes of the others live, and tell other hosts. Horovod's engine, which exchanges with all ranks
-all the time, is stopped while ranks train apart, and started where they meet (2 ms). A rank that is lost meanwhile
+look whether the processes of the others live, and tell other hosts; one that is alone on its host gives signs of life.
+Horovod's engine, which exchanges with all ranks all the time, is stopped while ranks train apart, and started where
+they meet (2 ms). A rank that is lost meanwhile
 leaves the others able to form a world of their own; one that is lost at a meeting ends the job.
 """
 
@@ -20,15 +21,23 @@ import psutil
 
 from hvdtrain.config.errors import LaunchError, MissingRankError
 from hvdtrain.config.runtime import RuntimeConfig
-from hvdtrain.runtime.control.channel import ControlChannel, gather, name_ranks
+from hvdtrain.runtime.control.channel import ControlChannel, end_process, gather, name_ranks
 from hvdtrain.runtime.control.mpi import MpiTransport, load_mpi
 from hvdtrain.runtime.elastic import Worlds
+from hvdtrain.runtime.failures import EXIT_FAILURE
+from hvdtrain.runtime.hang.watch import pid_space
 from hvdtrain.runtime.launchers import Environment
 from hvdtrain.runtime.logs import LOGGER
 
 LOST = "lost"
 """Key on the board: the ranks whose processes a rank no longer finds on its host."""
+ALIVE = "alive"
+"""Key on the board: a count that a rank increases which is alone on its host."""
 LOOK_EVERY_S = 0.2
+BEAT_S, SILENCE_S = 5.0, 60.0
+"""Between two signs of life, and until a rank counts as lost that gives none, as in elastic jobs over Gloo."""
+_STALL_S = 10.0
+"""Without a look for so long, this process stood still itself: it then knows nothing of others."""
 _GRACE_S = 2.0
 """A rank whose process ends may have left in order, and another may be about to leave this world."""
 _PAUSE_S = 0.01
@@ -50,6 +59,8 @@ class Survivors(Worlds):
         self._members: list[int] = []
         """The ranks of this world."""
         self._hosts: list[str] = []
+        self._places: list[str] = []
+        """Of each rank of the job: ranks of one place see one another's processes."""
         self._processes: dict[int, psutil.Process] = {}
         """Of this host's other ranks."""
         self._me = 0
@@ -60,6 +71,9 @@ class Survivors(Worlds):
         self._control = ControlChannel()
         self._end: Callable[[str], None] = lambda text: None
         self._since: float | None = None
+        self._beats, self._beat, self._looked = 0, -math.inf, -math.inf
+        self._heard: dict[int, tuple[bytes, float]] = {}
+        """The last sign of life of each rank that is alone on its host, and when it came."""
 
     # -- worlds --
 
@@ -82,16 +96,19 @@ class Survivors(Worlds):
             end: ends the job, with a message.
         """
         if self.entered == 1:
-            told = gather(control, [environment.hostname, os.getpid()], timeout=RuntimeConfig.load_timeout)
+            here = [environment.hostname, pid_space()]
+            told = gather(control, [*here, os.getpid()], timeout=RuntimeConfig.load_timeout)
             self._me, self._members = environment.rank, list(range(environment.size))
-            self._hosts = [host for host, _ in told]
+            self._hosts = [host for host, *_ in told]
+            self._places = [f"{host} {space}" for host, space, _ in told]
             self._mpi = load_mpi(environment)
             self._lobby = MpiTransport(self._mpi, self._mpi.COMM_WORLD.Dup())
-            for rank, (host, process) in enumerate(told):
-                if host == environment.hostname and process != os.getpid():
-                    with contextlib.suppress(psutil.Error):  # in a container of its own
+            for rank, (*place, process) in enumerate(told):
+                if place == here and rank != self._me:
+                    with contextlib.suppress(psutil.NoSuchProcess):
                         self._processes[rank] = psutil.Process(process)
         self._control, self._end, self._since, self._engine_runs = control, end, None, True
+        self._heard, self._looked = {}, -math.inf
         control.while_waiting = self.check
 
     def leave(self) -> None:
@@ -150,18 +167,39 @@ class Survivors(Worlds):
         """Look whether ranks are lost, and end the job where it cannot go on without them; see `Watch`."""
         if self.over or len(self._members) == 1:
             return
-        gone = self._gone_here() - self.lost
+        gone = (self._gone_here() | self._silent(now)) - self.lost
         if gone:
             self.lost |= gone
             self._control.post(LOST, json.dumps(sorted(self.lost)).encode())
         for text in self._control.read(LOST).values():
             self.lost |= set(json.loads(text))
+        if self._me in self.lost:
+            LOGGER.warning(
+                f"rank {self._me} gave no sign of life for {SILENCE_S:g} s, and the others went on without it."
+            )
+            end_process(EXIT_FAILURE)  # alone: an abort would end them, too
         if not self._lost_here():
             return
         self._since = now if self._since is None else self._since
         if (self._engine_runs or not self.training) and now - self._since > _GRACE_S:
             why = "while all ranks waited for one another" if self.training else "and the job needs all of its ranks"
             self._end(f"{self._names()} lost, {why}: start it again, from its newest checkpoint.")
+
+    def _silent(self, now: float) -> set[int]:
+        """Give a sign of life, and return the ranks that are alone on their hosts and have given none for long."""
+        alone = {rank for rank in self._members if self._places.count(self._places[rank]) == 1}
+        if self._me in alone and now - self._beat >= BEAT_S:
+            self._beat, self._beats = now, self._beats + 1
+            self._control.post(ALIVE, str(self._beats).encode())
+        came = {self._members[rank]: count for rank, count in self._control.read(ALIVE).items()}
+        stood_still, self._looked = now - self._looked > _STALL_S, now
+        for rank in alone - {self._me}:
+            count, since = self._heard.get(rank, (b"", now))
+            anew = stood_still or came.get(rank, count) != count
+            self._heard[rank] = came.get(rank, count), now if anew else since
+        if self._engine_runs or not self.training:
+            return set()  # it may be busy in C code, and others wait for it in any case
+        return {rank for rank, (_, since) in self._heard.items() if now - since > SILENCE_S}
 
     def check(self) -> None:
         """Raise MissingRankError once a rank of this world is lost."""

@@ -258,7 +258,7 @@ class HangWatch:
         self._handle = handle
         self._host = host
         self._patience_with_silent = patience_with_silent
-        self._pid_space = _pid_space()
+        self._pid_space = pid_space()
         self._beat = 0
         self._noticed = self._quiet = self._seen_left = False
         self._lost = control.unanswered_s
@@ -375,7 +375,8 @@ class HangWatch:
         self._handle(text, show_stacks)
 
 
-def _pid_space() -> str:
+def pid_space() -> str:
+    """Return the name of the namespace of process numbers, which containers of a host may have of their own."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:

@@ -11,9 +11,10 @@ import psutil
 import pytest
 
 from hvdtrain.config.errors import LaunchError, MissingRankError
+from hvdtrain.runtime import survivors
 from hvdtrain.runtime.control.channel import ControlChannel
 from hvdtrain.runtime.launchers import detect_environment
-from hvdtrain.runtime.survivors import Survivors
+from hvdtrain.runtime.survivors import SILENCE_S, Survivors
 from tests.unit.launcher_environments import OPEN_MPI_4
 from tests.unit.threaded_ranks import on_threads
 
@@ -49,7 +50,7 @@ def worlds_of(rank, hosts, *, lobby=None, control=None, environ=None):
     """A rank of a job whose ranks are on `hosts`, in its first world."""
     worlds = Survivors({} if environ is None else environ)
     worlds.entered, worlds.training = 1, True
-    worlds._me, worlds._members, worlds._hosts = rank, list(range(len(hosts))), hosts
+    worlds._me, worlds._members, worlds._hosts, worlds._places = rank, list(range(len(hosts))), hosts, hosts
     worlds._lobby, worlds._control = lobby, control or ControlChannel()
     return worlds
 
@@ -94,6 +95,32 @@ def test_what_other_hosts_tell_is_known_here():
     worlds = worlds_of(0, ["here", "there", "there"], control=Board(lost=[2]))
     worlds.look(0.0)
     assert worlds.lost == {2}
+
+
+def test_a_rank_alone_on_its_host_is_lost_when_it_falls_silent():
+    board = Board(alive=1)
+    worlds = worlds_of(0, ["here", "there"], control=board)
+    for now in (0.0, 5.0, 60.0):
+        worlds.look(now)
+        assert not worlds.lost, "this process stood still, and knows nothing"
+    assert board.read("alive")[0] == b"3"
+    board.others["alive"] = {1: b"2"}
+    worlds._engine_runs = False
+    for now in range(61, 125, 4):
+        worlds.look(float(now))
+        assert worlds.lost == ({1} if now > 61 + SILENCE_S else set())
+
+
+def test_a_rank_that_others_went_on_without_ends_alone(monkeypatch, caplog):
+    def end(code):
+        raise SystemExit(code)
+
+    monkeypatch.setattr(survivors, "end_process", end)
+    worlds = worlds_of(0, ["here", "there"], control=Board(lost=[0]))
+    worlds._end = pytest.fail
+    with pytest.raises(SystemExit, match="1"):
+        worlds.look(0.0)
+    assert "rank 0 gave no sign of life for 60 s, and the others went on without it" in caplog.text
 
 
 @pytest.mark.parametrize(
