@@ -106,7 +106,8 @@ def check_fit(path: Path, reader: SliceReader, needed: Mapping[str, Kind]) -> No
     if wrong:
         more = f" … and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise CheckpointError(
-            f"The checkpoint {path} is of another model or optimizer: " + "; ".join(wrong[:3]) + more + "."
+            f"The checkpoint {path} is of another model or optimizer: " + "; ".join(wrong[:3]) + f"{more}. "
+            "It goes on with the same layers, in the same order, and the same kind of optimizer."
         )
 
 
