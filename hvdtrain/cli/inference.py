@@ -14,9 +14,9 @@ from hvdtrain.cli.running import run_on_all_ranks
 from hvdtrain.config.data import DataConfig
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.files import FilesRead, digest
+from hvdtrain.config.model import Sampling
 from hvdtrain.config.run import Config
 from hvdtrain.config.runtime import BackendName, RuntimeConfig
-from hvdtrain.config.sampling import Sampling
 from hvdtrain.runs.folder import RunFolder, check_located, located, opened, start_folder
 from hvdtrain.runtime.control.agreement import on_first
 from hvdtrain.runtime.launchers import detect_environment

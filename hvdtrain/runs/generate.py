@@ -9,8 +9,8 @@ import tensorflow as tf
 from hvdtrain.backends.protocol import gather
 from hvdtrain.backends.select import backend_for
 from hvdtrain.config.errors import DataError
+from hvdtrain.config.model import Sampling
 from hvdtrain.config.run import Config
-from hvdtrain.config.sampling import Sampling
 from hvdtrain.data.sources.tokenizers import Tokenizer, tokenizer_of
 from hvdtrain.runs.description import RunDescription
 from hvdtrain.runs.folder import RunFolder

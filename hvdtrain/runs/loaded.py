@@ -9,8 +9,8 @@ import keras
 import numpy as np
 
 from hvdtrain.config.errors import CheckpointError, DataError
+from hvdtrain.config.model import Sampling
 from hvdtrain.config.run import Config
-from hvdtrain.config.sampling import Sampling
 from hvdtrain.config.user_code import is_user_code, load_attribute
 from hvdtrain.data.prediction import PredictionSamples, arrays_as_they_are, image_files, pixels, table_rows
 from hvdtrain.data.sources.table_file import rows_in_memory

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.config.errors import ConfigError, DataError
-from hvdtrain.config.sampling import Sampling
+from hvdtrain.config.model import Sampling
 from hvdtrain.data.preprocessing import ImageInputs, Preprocessing, TextInputs
 from hvdtrain.data.sources.tokenizers import ByteTokenizer
 from hvdtrain.runs.description import RunDescription
