@@ -30,6 +30,14 @@ OPS = ("average", "sum", "adasum", "min", "max", "product")
 """Reductions; the place of each is the number by which Horovod knows it."""
 Op: TypeAlias = Literal["average", "sum", "adasum", "min", "max", "product"] | int
 """A reduction by name, or one of Horovod's constants such as `hvd.Sum`."""
+_UNREDUCED = (tf.bool, tf.int16, tf.uint16, tf.uint32, tf.uint64)
+"""dtypes that Horovod gathers, and does not reduce."""
+_UNMOVED = {
+    tf.string: "hvdtrain.gather_object(x.numpy())",
+    tf.complex64: "its tf.math.real and tf.math.imag",
+    tf.complex128: "its tf.math.real and tf.math.imag",
+}
+"""dtypes that it does not exchange at all, and what to exchange instead."""
 LINEAR = ("average", "sum")
 """Reductions that have a gradient, and that sparse tensors have."""
 
@@ -253,7 +261,7 @@ def grouped_allreduce(
         sums = hvdtrain.grouped_allreduce([tf.ones([2]), tf.ones([3, 3])], "sum")
     """
     group, called, reduction = _group(process_set), call_name("allreduce", name, process_set), op_name(op)
-    results = [each if isinstance(each, tf.IndexedSlices) else tf.convert_to_tensor(each) for each in tensors]
+    results = [each if isinstance(each, tf.IndexedSlices) else _tensor(each, group, reduced=True) for each in tensors]
     dense = [i for i, each in enumerate(results) if not isinstance(each, tf.IndexedSlices)]
     for i in sorted(set(range(len(results))) - set(dense)):
         if reduction not in LINEAR or prescale_factor != 1.0 or postscale_factor != 1.0:
@@ -290,13 +298,14 @@ def all_gather(tensor: Any, axis: int = 0, *, name: str | None = None, process_s
 
         features = hvdtrain.all_gather(model(x))  # of all ranks' samples, with their gradients
     """
-    whole = tf.convert_to_tensor(tensor)
+    group = _group(process_set)
+    whole = _tensor(tensor, group)
     dims = whole.shape.rank or 0
     if (axis and not -dims <= axis < dims) or whole.shape.rank == 0:
         raise ConfigError(f"axis must be a dim of the tensor. Received: axis={axis} and the shape {whole.shape}.")
     order = [axis % dims, *(i for i in range(dims) if i != axis % dims)] if axis else []
     first = tf.transpose(whole, order) if order else whole
-    result = gather([first], _group(process_set), name=call_name("all_gather", name, process_set))[0]
+    result = gather([first], group, name=call_name("all_gather", name, process_set))[0]
     return tf.transpose(result, [order.index(i) for i in range(dims)]) if order else result
 
 
@@ -330,7 +339,7 @@ def broadcast(tensor: Any, root_rank: int = 0, *, name: str | None = None, proce
     if root_rank not in ranks:
         raise ConfigError(f"root_rank must be one of {', '.join(map(str, ranks))}. Received: {root_rank}.")
     called = call_name("broadcast", name, process_set)
-    return send(tf.convert_to_tensor(tensor), group, root=ranks.index(root_rank), name=called)
+    return send(_tensor(tensor, group), group, root=ranks.index(root_rank), name=called)
 
 
 @as_written
@@ -352,7 +361,8 @@ def alltoall(tensor: Any, splits: Any = None, *, name: str | None = None, proces
     """
     rows = tf.cast(tf.convert_to_tensor([] if splits is None else splits), tf.int32)
     called = call_name("alltoall", name, process_set)
-    received, counts = exchange_rows(tf.convert_to_tensor(tensor), rows, _group(process_set), name=called)
+    group = _group(process_set)
+    received, counts = exchange_rows(_tensor(tensor, group), rows, group, name=called)
     return received if splits is None else (received, counts)
 
 
@@ -380,8 +390,19 @@ def reducescatter(
         raise ConfigError(f"reducescatter has op='average' and 'sum'. Received: {op!r}.")
     after = postscale_factor / group.size if reduction == "average" else postscale_factor
     called = call_name("reducescatter", name, process_set)
-    tensors = [tf.convert_to_tensor(tensor)]
+    tensors = [_tensor(tensor, group, reduced=True)]
     return reduce_scatter(tensors, group, name=called, prescale=prescale_factor, postscale=after)[0]
+
+
+def _tensor(value: Any, group: Collectives, *, reduced: bool = False) -> tf.Tensor:
+    """Return a value as a tensor. Raises ConfigError for a dtype that Horovod does not exchange, or reduce."""
+    tensor = tf.convert_to_tensor(value)
+    if group.size > 1 and (tensor.dtype in _UNMOVED or (reduced and tensor.dtype in _UNREDUCED)):
+        raise ConfigError(
+            f"Horovod does not {'reduce' if reduced else 'exchange'} {tensor.dtype.name}: instead of x take "
+            f"{_UNMOVED.get(tensor.dtype, 'tf.cast(x, tf.int32)')}."
+        )
+    return tensor
 
 
 def _group(process_set: Any) -> Collectives:

@@ -6,11 +6,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 from checks.tape import both_ways, total
-from world import World, grappler, relative_error
+from world import World, grappler, refused, relative_error
 from worlds import worlds
 
 import hvdtrain
 import hvdtrain.horovod as hvd
+from hvdtrain.config.errors import ConfigError
 
 
 def mine(rank: int, rows: int = 4) -> np.ndarray:
@@ -66,6 +67,15 @@ def check_collectives_of_scripts(world: World) -> None:
         for name, value in found.items():
             np.testing.assert_allclose(tf.cast(value, tf.float64), expected[name], err_msg=name, atol=1e-12)
     assert (hvdtrain.local_size(), hvdtrain.cross_rank()) == (size, 0)
+    for call, value, said in (
+        (hvdtrain.allreduce, True, "does not reduce bool: instead of x take tf.cast(x, tf.int32)"),
+        (hvdtrain.reducescatter, tf.ones([size], tf.uint16), "does not reduce uint16"),
+        (hvdtrain.all_gather, ["text"], "does not exchange string: instead of x take hvdtrain.gather_object"),
+        (hvdtrain.broadcast, 1j, "does not exchange complex128: instead of x take its tf.math.real and tf.math.imag"),
+        (hvdtrain.alltoall, ["text"] * size, "does not exchange string"),
+    ):
+        with refused(said, ConfigError):
+            call(value)
 
 
 @worlds("mpirun-2", "gloo-2")
