@@ -143,6 +143,8 @@ class Link:
     """The signal that asked one of them to stop."""
     worlds: Worlds | None = None
     """Of an elastic job: those that this process has been in, this one included."""
+    survivors: Survivors = field(default_factory=Survivors)
+    """`worlds` of a job over MPI; of other jobs, what does nothing."""
     engine: Engine | None = None
     """Horovod in a world of several ranks of an elastic job."""
     activity: Activity = field(default_factory=Activity)
@@ -160,11 +162,6 @@ class Link:
     def job(self) -> str | None:
         """Name of an elastic job, the same in all of its worlds; None for others."""
         return None if self.worlds is None else self.worlds.job
-
-    @property
-    def survivors(self) -> Survivors:
-        """The worlds of a job over MPI; of other jobs, what does nothing."""
-        return self.worlds if isinstance(self.worlds, Survivors) else Survivors()
 
     @property
     def communicator(self) -> Any:
@@ -348,20 +345,23 @@ def open_link(
     if started.elastic:
         worlds = worlds or (Survivors() if started.controller == "mpi" else Worlds())
         worlds.enter(timeout)
+    survivors = worlds if isinstance(worlds, Survivors) else Survivors()
     meeting = meet(os.environ, timeout)
     environment = detect_environment(os.environ)
     set_up_logging(environment.rank)
     control = open_control(
         environment,
         timeout=meeting.timeout if meeting else timeout,
-        communicator=worlds.communicator if isinstance(worlds, Survivors) else None,
+        communicator=survivors.communicator,
     )
     if meeting is not None:
         meeting.complete()
     policy = policy or FailFast()
     watchdog = Watchdog(control, policy)
     watchdog.start()
-    if isinstance(worlds, Survivors):
-        worlds.meet(control, environment, lambda text: policy.broken_link(control, environment, text))
-        watchdog.add(worlds, interval=LOOK_EVERY_S)
-    return Link(environment=environment, control=control, watchdog=watchdog, policy=policy, worlds=worlds)
+    if survivors is worlds:
+        survivors.meet(control, environment, lambda text: policy.broken_link(control, environment, text))
+        watchdog.add(survivors, interval=LOOK_EVERY_S)
+    return Link(
+        environment=environment, control=control, watchdog=watchdog, policy=policy, worlds=worlds, survivors=survivors
+    )
