@@ -84,6 +84,9 @@ def main(argv: list[str]) -> int:
     if verb not in VERBS:
         from hvdtrain.cli.running import refuse_word
 
+        if verb.endswith(".py"):
+            words = " ".join(argv)
+            return refuse_word(f"A script is started as it is: horovodrun -np 2 python {words}", "", [])
         return refuse_word(f"There is no verb or recipe {verb!r}.", verb, [*VERBS, *RECIPES])
     if verb not in DISTRIBUTED and environment.rank > 0:
         return 0

@@ -278,6 +278,8 @@ def describe(error: BaseException, wording: Wording = in_script) -> str:
     if isinstance(error, ScriptExit):
         return str(error)
     text = "".join(traceback.format_exception(error)).rstrip()
+    if isinstance(error, BlockingIOError) and "unable to lock file" in str(error):  # as HDF5 says of several writers
+        text += "\nEach rank writes this file: let one do so, with `if hvdtrain.rank() == 0:`."
     # What our own code raises may be a mistake in it.
     ours = error.__traceback__ is not None and _is_ours(traceback.extract_tb(error.__traceback__)[-1].filename)
     return text if ours else filtered(text)

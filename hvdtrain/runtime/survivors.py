@@ -183,7 +183,7 @@ class Survivors(Worlds):
         self._since = now if self._since is None else self._since
         if (self._engine_runs or not self.training) and now - self._since > _GRACE_S:
             why = "while all ranks waited for one another" if self.training else "and the job needs all of its ranks"
-            self._end(f"{self._names()} lost, {why}: start it again, from its newest checkpoint.")
+            self._end(f"{self._names()} lost, {why}. Started again, a run goes on with --resume auto.")
 
     def _silent(self, now: float) -> set[int]:
         """Give a sign of life, and return the ranks that are alone on their hosts and have given none for long."""

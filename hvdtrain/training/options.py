@@ -112,6 +112,8 @@ class TrainerOptions(TypedDict, total=False):
     desync_every: int
 
 
+_ARGUMENTS = ("model", "optimizer", "loss", "metrics", "loss_weights", "weighted_metrics", "seed", "backend")
+"""Those of `Trainer` beside the options."""
 _OF_FIT = " It is an argument of fit()."
 _OF_OPTIMIZER = " It is the optimizer's: Trainer(model, keras.optimizers.SGD(0.1), loss)."
 _ELSEWHERE = {
@@ -127,10 +129,11 @@ def step_options(given: dict[str, Any]) -> StepOptions:
     Raises ConfigError for an unknown name, an invalid value, or options that exclude one another.
     """
     known = {field.name: "" for field in fields(StepOptions)}
+    near = known | dict.fromkeys(_ARGUMENTS, "")
     for name in given:
         if name not in known:
             advice = _ELSEWHERE.get(name) or (" It is one of hvdtrain.init()." if name in OF_INIT else "")
-            advice = advice or suggestion(name, known)
+            advice = advice or suggestion(name, near)
             raise ConfigError(f"Trainer takes no option {name!r}.{advice}")
     try:
         return TypeAdapter(StepOptions).validate_python(given)

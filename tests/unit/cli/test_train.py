@@ -288,6 +288,11 @@ def test_a_word_that_is_neither_verb_nor_recipe_is_refused(called, capsys, word,
     assert (output.out, called) == ("", [])
 
 
+def test_a_script_is_told_how_it_is_started(capsys):
+    assert main(["train.py", "--epochs", "3"]) == 2
+    assert "horovodrun -np 2 python train.py --epochs 3" in capsys.readouterr().err
+
+
 @pytest.fixture
 def second_rank(monkeypatch):
     for name in ("RANK", "LOCAL_RANK"):

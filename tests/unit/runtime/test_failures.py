@@ -321,6 +321,13 @@ def test_a_hang_is_told_to_all_ranks_and_ends_the_job(capsys):
     assert re.search(r"rank 0 stands at\n(.*\n)+.*in body", shown), shown
 
 
+def test_ranks_that_write_one_file_are_told_so():
+    """HDF5 says that a file is locked, and not by whom."""
+    error = BlockingIOError(11, "Unable to synchronously create file (unable to lock file, errno = 11)")
+    assert describe(error).endswith("Each rank writes this file: let one do so, with `if hvdtrain.rank() == 0:`.")
+    assert "Each rank" not in describe(BlockingIOError(11, "no data"))
+
+
 def test_a_broken_link_is_told_once_by_the_ranks_of_a_host_and_ends_them(capsys):
     ended = []
 

@@ -135,7 +135,7 @@ def test_a_job_that_cannot_go_on_ends_after_a_grace(training, why):
         worlds.look(now)
         assert not ended, "another rank may be about to leave this world"
     worlds.look(12.5)
-    assert ended == [f"rank 1 (there) is lost, {why}: start it again, from its newest checkpoint."]
+    assert ended == [f"rank 1 (there) is lost, {why}. Started again, a run goes on with --resume auto."]
 
 
 def test_ranks_that_are_done_may_end():

@@ -345,6 +345,7 @@ def test_losses_are_scaled_where_compile_of_keras_scales_them(policy, layer, giv
         ("epochs", r"It is an argument of fit\(\)"),
         ("hang_timeout", r"It is one of hvdtrain.init\(\)"),
         ("acumulate", "Perhaps you meant: accumulate"),
+        ("metric", "Perhaps you meant: metrics"),
     ],
 )
 def test_options_of_something_else_are_told_where_they_belong(name, advice):
@@ -802,3 +803,10 @@ def test_targets_that_do_not_fit_are_refused():
 def test_an_editor_completes_the_options_that_there_are():
     declared = {name: kind for name, kind in get_type_hints(StepOptions).items() if name != "_"}
     assert get_type_hints(TrainerOptions) == declared
+
+
+def test_a_batch_of_more_samples_than_there_are_is_named(capsys):
+    trainer().fit((X[:8], Y[:8]), batch=12, epochs=1, verbose=True)
+    assert "note: a batch of 12 has more samples than there are, 8: the rest is padding" in capsys.readouterr().out
+    trainer().fit((X[:8], Y[:8]), batch=8, epochs=1, verbose=True)
+    assert "the rest is padding" not in capsys.readouterr().out
