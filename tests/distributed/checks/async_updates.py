@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
@@ -398,7 +399,9 @@ def check_copies_meet_as_in_a_simulation(world: World) -> None:
         assert error <= 1e-9, f"{options}: {error:.2e}"
         start = hvdtrain.Trainer(MODELS[kind][0]("float64", 0), "sgd", CROSS_ENTROPY, backend=world.backend)
         data = MODELS[kind][1]("float64")
-        assert trainer.evaluate(data).loss < (1.0 if last else 0.8) * start.evaluate(data).loss, options
+        # In these few steps a center follows its copies by as much as the order of their meetings has it.
+        bound = 1.0 if last or more["center"] else 0.8
+        assert trainer.evaluate(data).loss < bound * start.evaluate(data).loss, options
 
 
 @worlds("mpirun-2")
@@ -667,7 +670,13 @@ def check_a_stopped_worker_holds_nobody_up(world: World) -> None:
     """Where other ranks serve: the others take its slices; when it goes on, it trains on present parameters."""
     x, y = MODELS["dense"][1]("float32")
     keras.utils.set_random_seed(0)
-    calls = itertools.count()
+    calls, begun = itertools.count(), threading.Event()
+
+    class Begins(keras.callbacks.Callback):
+        """The model is called before training, too, to look at its outputs."""
+
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            begun.set()
 
     class Stops(keras.layers.Layer):
         def call(self, inputs: Any, training: bool = False) -> Any:
@@ -675,7 +684,7 @@ def check_a_stopped_worker_holds_nobody_up(world: World) -> None:
                 return inputs
 
             def stop(values: np.ndarray) -> np.ndarray:
-                if next(calls) == 3:
+                if begun.is_set() and next(calls) == 3:
                     go_on = f"sleep 6; kill -CONT {os.getpid()}"
                     subprocess.Popen(["sh", "-c", go_on], start_new_session=True)
                     os.kill(os.getpid(), signal.SIGSTOP)
@@ -689,7 +698,7 @@ def check_a_stopped_worker_holds_nobody_up(world: World) -> None:
     )
     trainer = hvdtrain.Trainer(model, "sgd", CROSS_ENTROPY, backend=world.backend, update="async", servers=1)
     many = np.tile(x, (EPOCHS, 1)), np.tile(y, EPOCHS)  # one epoch, whose end waits for all
-    result = trainer.fit(many, batch=BATCH, verbose=False, log_every=1000)
+    result = trainer.fit(many, batch=BATCH, verbose=False, log_every=1000, callbacks=[Begins()])
     assert world.same_everywhere(flat_bytes(trainer.model.get_weights()))
     assert sum(result.slices) == result.steps * 3, result.slices
     assert result.slices[1] <= 5, result.slices  # one may be read, and one computed, before it stops
