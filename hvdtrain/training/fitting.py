@@ -23,7 +23,7 @@ from hvdtrain.runtime.logs import LOGGER
 from hvdtrain.runtime.session import Session, current, join_next_world
 from hvdtrain.runtime.stopping import StopAgreement, Stopped
 from hvdtrain.state.scalars import Scalars
-from hvdtrain.training.elastic import ASYNCHRONOUS, Commits, check_goes_on
+from hvdtrain.training.elastic import Commits, check_goes_on
 from hvdtrain.training.fit_arguments import FitArguments
 from hvdtrain.training.loop.keras_callbacks import go_on_writing
 from hvdtrain.training.loop.report import FitResult, summary_of
@@ -127,8 +127,8 @@ class FittingTrainer(ResumableTrainer):
         """Rebuild the trainer for a new world; model and optimizer are kept."""
         scalars = None if self._state is None else asdict(self._state.scalars)
         self.backend = backend_for(session)
-        if self.options.update in ASYNCHRONOUS:
-            forget_slots(innermost(self.optimizer))  # other ranks hold them now; the commit has all
+        if self._rule is not None and self._rule.waits_when_measured:
+            forget_slots(innermost(self.optimizer))  # other ranks will hold them; the commit has all
         self._assemble()
         self._scalars_before = scalars
 
