@@ -4,8 +4,8 @@ Open MPI's mpirun ends a job of which a rank is lost, unless it is started with 
 the other ranks: messages to a lost rank never arrive, and a collective waits for it for ever. So the ranks of each host
 look whether the processes of the others live, and tell other hosts; one that is alone on its host gives signs of life.
 Horovod's engine, which exchanges with all ranks all the time, is stopped while ranks train apart, and started where
-they meet (2 ms). A rank that is lost meanwhile
-leaves the others able to form a world of their own; one that is lost at a meeting ends the job.
+they meet (2 ms). A rank that is lost meanwhile leaves the others able to form a world of their own; one that is lost at
+a meeting ends the job.
 """
 
 import atexit
@@ -240,7 +240,7 @@ class Survivors(Worlds):
             self._control.barrier(math.inf)
             atexit.unregister(hvd.shutdown)  # each start registers it once more
             self._engine_runs = True
-            hvd.init() if self.communicator is None else hvd.init(comm=self.communicator)
+            hvd.init(comm=self.communicator)
 
 
 def _has_ended(process: psutil.Process) -> bool:

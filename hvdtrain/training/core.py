@@ -276,11 +276,10 @@ class TrainerCore:
         begin = time.perf_counter()
         info = info or run_info(self.backend, state=self.state, options=self.options, data=data, plan=plan)
         notes = [*getattr(data, "notes", ()), *self._factory.warnings]
-        samples = getattr(getattr(data, "source", None), "size", data.batch)
-        if data.batch is not None and samples is not None and data.batch > samples:
+        if isinstance(data, SourceTraining) and data.batch > data.source.size:
             notes.append(
-                f"note: a batch of {data.batch:,} has more samples than there are, {samples:,}: the rest is padding, "
-                "which samples/s counts."
+                f"note: a batch of {data.batch:,} has more samples than there are, {data.source.size:,}: the rest is "
+                "padding, which samples/s counts."
             )
         self._announcer.announce(info, self.state, observers, notes, narrow_outputs=self._factory.narrow_outputs)
         if type(observers) is Observer:  # a console that is silent; what makes results others is said all the same

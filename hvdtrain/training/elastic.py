@@ -218,9 +218,9 @@ def _of_holders(tensors: Mapping[str, NamedTensor], backend: Backend) -> dict[st
     for holder, paths in enumerate(held):
         copies = {}
         for path in paths:
-            mine = tf.reshape(tensors[path].value, tensors[path].global_shape) if holder == backend.index else None
-            empty = tf.zeros(tensors[path].global_shape, tensors[path].value.dtype)
-            copies[path] = tf.Variable(empty if mine is None else mine, trainable=False)
+            value, shape = tensors[path].value, tensors[path].global_shape
+            mine = tf.reshape(value, shape) if holder == backend.index else tf.zeros(shape, value.dtype)
+            copies[path] = tf.Variable(mine, trainable=False)
         backend.broadcast({f"commit/{path}": copy for path, copy in copies.items()}, root=holder)
         found |= {path: copy.numpy() for path, copy in copies.items()}
     return found
