@@ -66,6 +66,8 @@ def sum_of_squares(tensor: tf.Tensor) -> tf.Tensor:
     TensorFlow splits one large sum among its threads, and the rounding depends on their number: hosts with different
     core counts would scale the same gradient differently.
     """
+    if tensor.dtype.size < 4:  # squares of 256 are beyond float16
+        tensor = tf.cast(tensor, tf.float32)
     squares = tf.square(tf.reshape(tensor, [-1]))
     elements = squares.shape.num_elements()
     if elements is not None and elements <= SUMMED_AT_ONCE:

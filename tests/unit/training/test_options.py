@@ -260,6 +260,14 @@ for seed, elements in enumerate((4095, 4096, 4097, *(3_000_001,) * 4)):
 
 
 @pytest.mark.extended  # TensorFlow starts twice
+def test_the_norm_may_be_beyond_the_range_of_the_gradient():
+    gradients = [tf.fill([2000], tf.constant(200.0, tf.float16)), tf.constant([3e4], tf.float16)]
+    norm = global_norm(gradients)
+    assert float(norm) == pytest.approx((2000 * 200.0**2 + float(np.float16(3e4)) ** 2) ** 0.5, rel=1e-6)
+    clipped = Clipping(norm=100.0).apply(gradients, norm)
+    assert float(clipped[0][0]) == pytest.approx(200.0 * 100.0 / float(norm), rel=2e-3)
+
+
 def test_the_norm_is_the_same_with_any_number_of_threads():
     """Ranks on hosts with other numbers of cores would clip the same gradient differently."""
     said = []
