@@ -1,4 +1,4 @@
-"""The distributed checks in their worlds; one launch for each world.
+"""The distributed checks in their worlds; one launch for each world, or for every 80 checks of it.
 
 A launch runs the checks that pytest selected: `-k "mpirun-2 and parity"` is one launch of a few seconds.
 """
@@ -17,8 +17,10 @@ from tests.launching import launcher, run
 
 LAUNCH_S, CHECK_S = 1800.0, 20.0
 """Bounds of a launch, and of one of its checks on average; those of all classes of Keras take a minute each."""
-LAUNCHES = 4
-"""Of one world, at most."""
+AT_ONCE = 80
+"""Checks of a launch, at most: Keras gives the memory of a trained model back to nobody, some 12 MB of a small one."""
+ENDS = 3
+"""Of jobs of one world, after which no other is launched."""
 END = "the_job_ends_well"
 ONE_PROCESS = [name for name, launch in WORLDS.items() if launch.size == 1]
 """These leave a core free: they run side by side."""
@@ -36,26 +38,28 @@ def battery(request, tmp_path_factory):
         """Run the checks of a world; those that follow one in which the job ended run in another launch."""
         launch = WORLDS[world]
         rest = [name for name in selected[world] if name != END]
-        outcomes, around = {}, 0.0
-        for _ in range(LAUNCHES):
+        outcomes, around, jobs, ended = {}, 0.0, [], 0
+        while rest and ended < ENDS:
+            part = rest[:AT_ONCE]
             folder = tmp_path_factory.mktemp(f"battery-{world}")
             results = folder / "results.json"
             script = [sys.executable, str(Path(__file__).with_name("battery.py"))]
             places = [str(results), str(folder), str(references), launch.backend]
-            command = [*launcher(launch.controller, launch.size), *script, *places, *rest]
-            limit = LAUNCH_S + CHECK_S * len(rest)
+            command = [*launcher(launch.controller, launch.size), *script, *places, *part]
+            limit = LAUNCH_S + CHECK_S * len(part)
             begin = time.perf_counter()
-            job = run(command, cwd=folder, timeout=limit, **launch.environ, code=None)
+            jobs.append(job := run(command, cwd=folder, timeout=limit, **launch.environ, code=None))
             found = json.loads(results.read_text()) if results.exists() else {}
             # What the checks did not take is the start and the end of the job.
             around += time.perf_counter() - begin - sum(each["seconds"] for each in found.values())
             outcomes |= found
-            rest = [name for name in rest if name not in found]
-            if not rest:
-                break
-            said = f"the job ended in this check (code {job.code}):\n{job.text[-8000:]}"
-            outcomes[rest.pop(0)] = {"seconds": 0.0, "failure": said}
-        return job, {**outcomes, END: {"seconds": around, "failure": ""}}
+            left = [name for name in part if name not in found]
+            if left:
+                said = f"the job ended in this check (code {job.code}):\n{job.text[-8000:]}"
+                outcomes[left[0]] = {"seconds": 0.0, "failure": said}
+                ended += 1
+            rest = [name for name in rest if name not in outcomes]
+        return next((job for job in jobs if job.code), jobs[-1]), {**outcomes, END: {"seconds": around, "failure": ""}}
 
     # Both are made here, not by each of the threads that ask for them.
     references = tmp_path_factory.mktemp("references")
