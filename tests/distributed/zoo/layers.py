@@ -103,7 +103,7 @@ class Scale(layers.Layer):
         return inputs * self.scale
 
 
-BATCH_STATISTICS = "normalizes each rank's slice by itself; sync_batch_norm=True"
+BATCH_STATISTICS = "normalizes each rank's slice by itself; sync_batch_norm=True (synchronized=True is refused)"
 CORE = {
     "Activation": of(lambda: layers.Activation("tanh"), VECTOR),
     "ActivityRegularization": of(lambda: layers.ActivityRegularization(l1=0.01, l2=0.02), VECTOR),
