@@ -17,6 +17,8 @@ from hvdtrain.runtime.control.mpi import load_mpi
 from hvdtrain.runtime.session import Session
 
 _SHORTEST_S, _LONGEST_S = 2e-5, 1e-3
+_GIVEN_UP: list[Any] = []
+"""Receives that nobody waits for any more. They keep their arrays, into which MPI may still write."""
 
 
 class Pause:
@@ -98,18 +100,19 @@ class Messages:
         """Wait for the next message of `rank` and fill `array`, of its size. Raises LaunchError if it is late."""
         deadline, pause = time.monotonic() + self._timeout, Pause()
         own = self._own[tag] if rank == self.rank else None
-        came = own.__len__ if own is not None else self._irecv(rank, tag, array).Test
-        while not came():
-            self.check()
-            if time.monotonic() > deadline:
-                raise LaunchError(f"Rank {rank} sent nothing for {self._timeout:g} s: it hangs, or is far behind.")
-            self.progress()
-            pause.sleep()
+        request = None if own is not None else self._communicator.Irecv([_bytes_of(array), self._mpi.BYTE], rank, tag)
+        try:
+            while not (own if request is None else request.Test()):
+                self.check()
+                if time.monotonic() > deadline:
+                    raise LaunchError(f"Rank {rank} sent nothing for {self._timeout:g} s: it hangs, or is far behind.")
+                self.progress()
+                pause.sleep()
+        except BaseException:
+            _GIVEN_UP.append(request)
+            raise
         if own is not None:
             array[...] = own.popleft().reshape(array.shape)
-
-    def _irecv(self, rank: int, tag: int, array: np.ndarray) -> Any:
-        return self._communicator.Irecv([_bytes_of(array), self._mpi.BYTE], rank, tag)
 
     def close(self) -> None:
         """Send what is left, and free the communicator. Collective."""

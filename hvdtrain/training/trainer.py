@@ -11,6 +11,7 @@ from typing import Any
 import keras
 
 from hvdtrain.config.checkpoint import Checkpoint
+from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.config.runtime import COMMIT_EVERY, ElasticConfig
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.streams.python_batches import as_function
@@ -311,9 +312,14 @@ class Trainer(FittingTrainer):
             return_dict: return loss and metrics by name.
 
         Raises:
-            ConfigError: ranks that make another call.
+            ConfigError: ranks that make another call, or that only serve.
             DataError: unusable data, or ranks with different ones.
         """
+        if self.options.servers:
+            raise ConfigError(
+                f"train_on_batch does not go with {opt('servers', self.options.servers)}: every rank trains on its "
+                "part of a batch. Leave it out, or use fit."
+            )
         batch, samples = self._one_batch("train_on_batch", combined(x, y, sample_weight), class_weight)
         self.build_on(batch, training=True)
         if not self._shares_state:

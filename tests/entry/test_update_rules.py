@@ -1,10 +1,11 @@
 """`--zero`, `--local-steps` and `--update` as a user types them: trained, resumed on other ranks, evaluated."""
 
 import json
+import sys
 
 import pytest
 
-from tests.launching import hvdtrain, summary_of, use_all
+from tests.launching import hvdtrain, launcher, run, summary_of, use_all
 
 pytestmark = [pytest.mark.extended, pytest.mark.xdist_group("update_rules")]
 SLOWMO = ["--outer-optimizer", "slowmo", "--outer-momentum", "0.5"]
@@ -100,3 +101,29 @@ def test_what_has_no_tables_has_none_on_servers(tmp_path):
     refused = hvdtrain("mpirun", 2, *DIGITS, "run", *options, cwd=tmp_path, code=2)
     assert "--update hybrid puts tables on servers of which a step touches few rows" in refused.text
     assert "Traceback" not in refused.text
+
+
+FAILS = """
+import hvdtrain
+hvdtrain.init()
+import keras
+import numpy as np
+import tensorflow as tf
+
+class Fails(keras.optimizers.SGD):
+    def update_step(self, gradient, variable, learning_rate):
+        tf.debugging.assert_less(self.iterations, 12, message="the optimizer has failed")
+        super().update_step(gradient, variable, learning_rate)
+
+x = np.random.default_rng(0).random((640, 4))
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+trainer = hvdtrain.Trainer(model, Fails(0.01), "mse", update="async", servers=1)
+trainer.fit(x, x.sum(1), batch=32, epochs=2, log_every=1000, verbose=2)
+"""
+
+
+def test_a_failure_of_a_rank_that_only_serves_ends_the_job_and_is_shown(tmp_path):
+    (tmp_path / "train.py").write_text(FAILS)
+    job = run([*launcher("mpirun", 2), sys.executable, "train.py"], cwd=tmp_path, timeout=60, code=1)
+    assert "the optimizer has failed" in job.err, job.text[-4000:]
+    assert "rank 1" in job.err, job.text[-4000:]

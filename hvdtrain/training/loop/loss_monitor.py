@@ -16,7 +16,7 @@ from hvdtrain.training.step.guard import GOOD, SPIKE, GuardedTotals
 MIN_LOSS_SCALE = 1.0
 """Below it, overflows are not caused by scaling."""
 UNREAD_STEPS = 1000
-"""Bound on unread steps. If logged steps are further apart, the older half is read, which has completed."""
+"""Bound on unread steps, unless reading makes ranks meet. Beyond it the older half is read, which has completed."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class LossMonitor:
             another number of steps.
         skips: whether overflowing steps are skipped, by a dynamic loss scale: their loss does not count.
         raises: whether a loss or a parameter that is not finite is an error.
+        early: whether totals may be read before a logged step: it takes no meeting of the ranks.
         epoch_sums: weighted losses and weights of the current epoch before a resume.
     """
 
@@ -57,6 +58,7 @@ class LossMonitor:
         *,
         skips: bool = False,
         raises: bool = True,
+        early: bool = True,
         epoch_sums: tuple[float, float] = (0.0, 0.0),
     ) -> None:
         self._steps_per_epoch = steps_per_epoch
@@ -64,6 +66,7 @@ class LossMonitor:
         self._place_of_step_0 = start_place - start_step
         self._skips = skips
         self._raises = raises
+        self._early = early
         self._pending: list[tuple[Totals, Any]] = []
         self._bad_steps: list[BadStep] = []
         self._bad_data: int | None = None
@@ -80,7 +83,7 @@ class LossMonitor:
     def note(self, totals: Totals, here: Any = None) -> None:
         """Record a started step's totals and this replica's part (`StepResult.here`)."""
         self._pending.append((totals, here))
-        if len(self._pending) >= UNREAD_STEPS:
+        if self._early and len(self._pending) >= UNREAD_STEPS:
             older, self._pending = self._pending[: UNREAD_STEPS // 2], self._pending[UNREAD_STEPS // 2 :]
             self._take(older)
 

@@ -1,6 +1,7 @@
 """The standard hooks of a training, in one list, and its result."""
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -105,6 +106,7 @@ class StandardTraining:
             scalars.place_in_data(data.steps_per_epoch) + plan.epoch_offset * data.steps_per_epoch,
             skips=has_dynamic_scale(state.optimizer),
             raises=not self._ends_on_nan,
+            early=not rule.waits_when_measured,
             epoch_sums=(scalars.progress.loss_sum, scalars.progress.loss_weight),
         )
         # A saved step is measured, and so checked before: no checkpoint holds non-finite values.
@@ -175,9 +177,8 @@ class StandardTraining:
         """Train as planned. Raises BadStepError naming the step if the loss was NaN, infinite or a spike."""
         progress = self._state.scalars.progress
         if self._callbacks is not None:
-            self._rule.gather_weights()
-            self._callbacks.begin(progress.callbacks, self._state.held_weights, self._state.weight_paths())
-            self._rule.sync_from_model()
+            with self._rule.shown_weights():
+                self._callbacks.begin(progress.callbacks, self._state.held_weights, self._state.weight_paths())
         self._step.begin_metrics(progress.metrics)
         # Restored values are used once: a later training starts from scratch.
         self._state.held_weights = {}
@@ -220,11 +221,8 @@ class StandardTraining:
     def _begin_step(self, step: StepEnd) -> None:
         assert self._callbacks is not None, "added only where there are callbacks"
         looked_at = step.first or step.place == 0 or self._callbacks.needs.batches
-        if looked_at:
-            self._rule.gather_weights()
-        self._callbacks.begin_step(step)
-        if looked_at:
-            self._rule.sync_from_model()
+        with self._rule.shown_weights() if looked_at else nullcontext():
+            self._callbacks.begin_step(step)
 
     def _note(self, step: StepEnd) -> None:
         assert step.result is not None, "hooks follow a step"
@@ -237,9 +235,8 @@ class StandardTraining:
 
     def _show_batch(self, step: StepEnd) -> None:
         assert self._callbacks is not None, "added only where there are callbacks"
-        self._rule.gather_weights()
-        self._callbacks.end_step(step, self._step.metrics_so_far)
-        self._rule.sync_from_model()
+        with self._rule.shown_weights():
+            self._callbacks.end_step(step, self._step.metrics_so_far)
 
     def _check_and_log(self, step: StepEnd) -> Outcome:
         """Handle non-finite values, and log the step."""

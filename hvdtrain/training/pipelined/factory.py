@@ -86,9 +86,9 @@ class PipelineStepFactory(KerasStepFactory):
         assert isinstance(evaluator, PipelinedEvaluator)
         check_sums(self._model, lambda: evaluator.step_on(batch))
 
-    def _microbatch_length(self, batch: int) -> int:
+    def _microbatch_length(self, batch: int, slices: int) -> int:
         uneven = self._backend.capabilities.uneven
-        return per_microbatch(batch, self._backend.data_parallel.size, self._options.accumulate, uneven=uneven)
+        return per_microbatch(batch, slices, self._options.accumulate, uneven=uneven)
 
     def _new_step(self, state: TrainState, rule: UpdateRule, microbatch: int | None) -> CompiledStep:
         assert microbatch is not None, "a pipeline's batches are always cut"

@@ -239,7 +239,7 @@ class TrainStep(ReplicaStep):
         """Run the batch at once, or its microbatches in sequence."""
         if self._microbatch is None:
             return self._passes(batch)
-        parts = Microbatches(batch, self._backend.data_parallel.size, self._microbatch)
+        parts = Microbatches(batch, self._rule.slices, self._microbatch)
         return self._passes(parts.take(0)) if parts.single else self._accumulated(parts)
 
     def _accumulated(self, parts: Microbatches) -> LocalGradients:

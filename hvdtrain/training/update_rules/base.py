@@ -1,7 +1,7 @@
 """Base of update rules, with replicated optimizer state."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -53,6 +53,11 @@ class UpdateRule:
     """Counts of the last training, for its summary."""
     waits_when_measured = False
     """Whether replicas that go on at their own pace wait for one another in a measured step."""
+
+    @property
+    def slices(self) -> int:
+        """Number of slices that a batch is cut into."""
+        return self.trainers or self._backend.data_parallel.size
 
     @classmethod
     def variant(cls, options: StepOptions) -> "type[UpdateRule]":
@@ -119,6 +124,13 @@ class UpdateRule:
 
     def gather_weights(self) -> None:
         """Make the model hold full weights for code between two steps. Collective."""
+
+    @contextmanager
+    def shown_weights(self) -> Iterator[None]:
+        """Context of user code between two steps, which sees full weights, and may set them. Collective."""
+        self.gather_weights()
+        yield
+        self.sync_from_model()
 
     @property
     def holds_weights(self) -> bool:

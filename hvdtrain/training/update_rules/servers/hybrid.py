@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.backends.protocol import Backend
+from hvdtrain.backends.protocol import Backend, gather
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.gradients.reduction import Gradient, scaled
 from hvdtrain.gradients.sparse import gather_rows
 from hvdtrain.gradients.weighted_reduction import WeightedReducer
 from hvdtrain.optim.averaging import averages_weights, innermost
+from hvdtrain.optim.clipping import global_norm
 from hvdtrain.optim.fused import fused_updates
 from hvdtrain.runtime.logs import LOGGER
 from hvdtrain.state.train_state import TrainState
@@ -85,7 +86,8 @@ class HybridUpdate(AsyncUpdate):
             uniform=local.uniform,
         )
         self._apply(dict(zip(dense, means, strict=True)))
-        return totals, self._global_norm(means, pushed, weight / expected) if measure else None
+        share = tf.math.divide_no_nan(weight, tf.cast(totals[1], tf.float64))
+        return totals, self._global_norm(means, pushed, share) if measure else None
 
     def _apply(self, gradients: Mapping[str, Gradient]) -> None:
         """Update the variables that no server has, on all ranks alike."""
@@ -98,6 +100,9 @@ class HybridUpdate(AsyncUpdate):
         for path in gradients:
             variables[path].assign(unwrap(masters[path]).read_value())
 
+    def _note_step(self) -> None:
+        """The update of dense gradients has counted it."""
+
     def _global_norm(self, means: Sequence[Gradient], pushed: Mapping[str, Gradient], share: tf.Tensor) -> tf.Tensor:
         """Return the norm of the whole gradient, for which rows are gathered. Collective."""
         rows = []
@@ -107,7 +112,7 @@ class HybridUpdate(AsyncUpdate):
                 rows.append(gather_rows(mine, self._backend, f"hybrid/norm/{path}"))
             else:
                 rows.append(self._backend.all_reduce(mine, name=f"hybrid/norm/{path}"))
-        return tf.linalg.global_norm([*means, *rows])
+        return global_norm([*means, *rows])
 
     def _chosen(self, gradients: Mapping[str, Gradient]) -> frozenset[str]:
         """Return the variables that belong on servers."""
@@ -128,7 +133,9 @@ class HybridUpdate(AsyncUpdate):
                 "changes rows without a gradient too: whole tables would travel. Use SGD without momentum or Adagrad, "
                 f"name variables in {opt('server_variables')}, or leave it out."
             )
-        found = frozenset(path for path, each in sparse.items() if self._touches_few(each))
+        few = [path for path, each in sparse.items() if self._touches_few(each) and path not in self._constrained()]
+        # Of a batch that does not divide, one rank may have fewer rows than another.
+        found = frozenset(few).intersection(*gather(self._backend, few))
         if not found:
             raise ConfigError(
                 f"{opt('update', self.name)} puts tables on servers of which a step touches few rows, and "

@@ -7,8 +7,10 @@ sides have together stays the same.
 
 - `gossip`, AD-PSGD (Lian et al. 2017, arXiv:1710.06952): y is the copy of a neighbour, a = 1/2. Neighbours in turn are
   those before and after on a ring, or 1, 2, 4 … further on an exponential graph. With `push_sum`, stochastic gradient
-  push (Assran et al. 2019, arXiv:1811.10792, algorithm 1, overlapped): x has a weight w, 1 at first. Half of both goes
-  to the neighbour, which adds them to its own; no copy comes back. Gradients are those of x / w.
+  push (Assran et al. 2019, arXiv:1811.10792, algorithm 1, overlapped), in terms of its z: a copy z has a weight w, 1 at
+  first. It goes to the neighbour with half of its weight, which takes the mean of the two by their weights; no copy
+  comes back. Updates are those of z, at the whole learning rate: the paper's, of w z, would be larger by 1 / w, and w
+  falls where a rank sends more often than it is sent to.
 - `easgd`, elastic averaging (Zhang et al. 2014, arXiv:1412.6651, algorithm 1): y is a center, of which each rank owns
   some variables.
 """
@@ -23,6 +25,7 @@ import tensorflow as tf
 
 from hvdtrain.runtime.compiled import run_once
 from hvdtrain.runtime.messages import Messages, Pause
+from hvdtrain.runtime.session import current
 from hvdtrain.state.variables import unwrap
 from hvdtrain.training.update_rules.servers.layout import HEADER, MEET, MET, Entry, ServerLayout, owners_of
 from hvdtrain.training.update_rules.servers.masters import barrier, share_out
@@ -134,16 +137,14 @@ class PeerServer(Server):
 
 
 class PushingServer(PeerServer):
-    """Sends half of its copy and of the copy's weight, and takes in what comes."""
+    """Sends its copy with half of the copy's weight, and takes in what comes."""
 
     weight = 1.0
     """Of the copy; over all ranks together, with what is under way, their number."""
 
     def _send(self, rank: int, kind: int, arrays: Sequence[np.ndarray], *, weight: float = 0.0) -> None:
         if kind == MEET:
-            self._move(self._parameters, self._met_here, [-0.5 * array for array in arrays])
-            arrays, weight = [0.5 * array for array in arrays], self.weight / 2
-            self.weight = weight
+            weight = self.weight = self.weight / 2
         super()._send(rank, kind, arrays, weight=weight)
 
     def _received(self, kind: int, worker: int, header: np.ndarray) -> Any:
@@ -154,15 +155,14 @@ class PushingServer(PeerServer):
 
     def _meet(self, worker: int, came: Any) -> None:
         arrays, weight = came
-        self._move(self._parameters, self._met_here, arrays)
-        self.weight += weight
+        if weight:  # of many that were sent one after the other, it may be too small for a number
+            self.weight += weight
+            share, here = weight / self.weight, self._values_of(self._parameters, self._met_here)
+            self._move(self._parameters, self._met_here, [share * (y - x) for x, y in zip(here, arrays, strict=True)])
         self._send(worker, MET, [])
 
     def _come_back(self, worker: int, came: list[np.ndarray]) -> None:
         self._under_way[worker].popleft()
-
-    def _flat_values(self) -> list[np.ndarray]:
-        return [array / array.dtype.type(self.weight) for array in super()._flat_values()]
 
 
 class GossipUpdate(AsyncUpdate):
@@ -184,6 +184,7 @@ class GossipUpdate(AsyncUpdate):
             self.optimizer,
             self._options,
             workers=self._workers,
+            fail=current().link.fail,
             replay=replay,
             entries=self._whole(),
             theirs=masters,
@@ -216,6 +217,8 @@ class GossipUpdate(AsyncUpdate):
     def _agree_on(self, masters: Mapping[str, tf.Variable]) -> None:
         if isinstance(self._server, PushingServer):
             run_once(lambda: self._backend.run(lambda: barrier(self._backend, "nothing_under_way")))
+            for master in masters.values():
+                master.assign(master * tf.constant(self._server.weight, master.dtype))
             self._server.weight = 1.0  # before any rank can go on, as the mean is taken of all
         self._average(masters)
 
@@ -254,6 +257,7 @@ class ElasticUpdate(GossipUpdate):
             self.optimizer,
             self._options,
             workers=self._workers,
+            fail=current().link.fail,
             replay=replay,
             entries=self._whole(),
             theirs={path: v for path, v in self._center.items() if owners[path] == self._backend.index},

@@ -9,7 +9,7 @@ far as one synchronous step does.
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,13 @@ from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.gradients.reduction import Gradient, scaled
 from hvdtrain.optim.averaging import has_averages, innermost, replaced_weights
+from hvdtrain.optim.clipping import global_norm
 from hvdtrain.runtime.compiled import run_once
 from hvdtrain.runtime.logs import LOGGER
 from hvdtrain.runtime.messages import Messages
 from hvdtrain.runtime.session import current
 from hvdtrain.state.named_tensors import NamedTensor
-from hvdtrain.state.optimizers import rate_of
+from hvdtrain.state.optimizers import rate_at
 from hvdtrain.state.structure import structure_of
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.state.variables import unwrap
@@ -114,11 +115,11 @@ class AsyncUpdate(UpdateRule):
         weight, expected = tf.cast(local.totals[1], tf.float64), tf.cast(local.expected_weight, tf.float64)
         factor = tf.math.divide_no_nan(expected, weight)
         own = [scaled(unique_rows(gradient), factor) for gradient in local.gradients]
-        own, norm = self._clipped(own, tf.linalg.global_norm(own))
+        own, norm = self._clipped(own, global_norm(own))
         assert norm is not None, "it was given"
         self._share.assign(tf.math.divide_no_nan(weight, expected))
         self._weight.assign(weight)
-        self._norm.assign(tf.cast(norm, tf.float64))
+        self._norm.assign(norm)
         gradients = {path: each for path, each in zip(self._paths, own, strict=True) if each is not None}
         with tf.init_scope():
             self._lay_out(gradients)
@@ -140,7 +141,9 @@ class AsyncUpdate(UpdateRule):
                     f"{type(self.model).__name__} is missing, or sparse, with some batches only."
                 )
             return
-        by_rows = sparse if sparse and self.gradients_alone_change and changes_rows_alone(self.optimizer) else set()
+        by_rows = sparse - self._constrained()  # a constraint changes rows without a gradient, too
+        if not (by_rows and self.gradients_alone_change and changes_rows_alone(self.optimizer)):
+            by_rows = set()
         variables = self._by_path()
         for server in range(self._backend.size):
             entries = [
@@ -163,20 +166,26 @@ class AsyncUpdate(UpdateRule):
         connection, server = self._connected()
         if not server.ready:
             self._prepare(connection, server)
+        computed_at = list(connection.versions)
         late = connection.pulled() if connection.asked else None
         (share, weight), *gradients = self._read_out()
         ahead = self._options.pull_ahead
         arrays = [
             outgoing.arrays(given) if weight else [] for outgoing, given in zip(self._outbox, gradients, strict=True)
         ]
-        connection.push(self._step, float(share), float(weight), arrays)
+        connection.push(self._step, float(share), float(weight), arrays, versions=computed_at)
         # A server that adds up a step's gradients answers for the step after: it cannot be asked for a later one.
         connection.ask(self._step + 1 + (ahead and self._bound != 0))
         pulled = late if ahead else connection.pulled()
         if pulled is not None:
             self._take_up(pulled)
         self._step += 1
+        self._note_step()
         self._consolidated = False
+
+    def _note_step(self) -> None:
+        """Advance the optimizer's count of steps; servers have one of updates."""
+        innermost(self.optimizer).iterations.assign(self._step)
 
     def _take_up(self, pulled: Sequence[Pulled]) -> None:
         """Set the model's variables to what was pulled."""
@@ -198,6 +207,9 @@ class AsyncUpdate(UpdateRule):
 
         self._read_out = tf.function(read_out, autograph=False)
         self._take_in = tf.function(take_in, autograph=False, reduce_retracing=True)
+
+    def _constrained(self) -> set[str]:
+        return {path for path, v in zip(self._paths, self._variables, strict=True) if v.constraint is not None}
 
     def _by_path(self) -> dict[str, tf.Variable]:
         return dict(zip(self._paths, map(unwrap, self._variables), strict=True))
@@ -244,7 +256,8 @@ class AsyncUpdate(UpdateRule):
             measure=self._measure,
             total=self._unread.add,
         )
-        return paced, PacedData(data, self._backend.index, self._workers, take)
+        ahead = self._step - state.scalars.place_in_data(data.steps_per_epoch)
+        return paced, PacedData(data, self._backend.index, self._workers, take, ahead=ahead)
 
     def finalize(self) -> None:
         """Stop serving, and tell how stale gradients were. Collective."""
@@ -282,6 +295,7 @@ class AsyncUpdate(UpdateRule):
             self.optimizer,
             self._options,
             workers=self._workers,
+            fail=current().link.fail,
             bound=self._bound,
             replay=replay,
         )
@@ -317,14 +331,15 @@ class AsyncUpdate(UpdateRule):
         """Measure a step that all ranks have ended. Collective."""
         self._drain()
         bad, norm = self._figures_of_all()
-        rate = rate_of(innermost(self.optimizer))
+        inner = innermost(self.optimizer)
+        rate = rate_at(inner, inner.iterations - 1)
         return Measured(learning_rate=rate, grad_norm=norm, loss_scale=None, finite=tf.math.is_finite(bad))
 
     def _measured(self) -> tuple[tf.Tensor, tf.Tensor]:
         """Return zero if all parameters are finite, and the mean norm of the workers' last gradients. Collective."""
         mine = [v.read_value() for path, v in self._masters.held.items() if self._owners[path] == self._backend.index]
         bad = self._backend.all_reduce(zero_if_finite([*mine, tf.zeros([])]), name="async//finite")
-        return bad, self._backend.all_reduce(self._norm.read_value(), name="async//norm", op="average")
+        return bad, self._backend.all_reduce(self._norm.read_value(), name="async//norm") / self._workers
 
     def _drain(self) -> None:
         """Wait for the answer to this worker's last question: then all that it pushed was applied."""
@@ -342,6 +357,23 @@ class AsyncUpdate(UpdateRule):
         if training:
             refuse_frozen(self._variables, self.model, opt("update", self.name))
 
+    @contextmanager
+    def shown_weights(self) -> Iterator[None]:
+        """Context of callbacks between two steps: unless workers have met, what they set would be lost."""
+        if self._consolidated:
+            with super().shown_weights():
+                yield
+            return
+        rule = opt("update", self.name)
+        with refusing_assignments(
+            {id(v): v.path for v in self._variables},
+            lambda path: (
+                f"{rule} keeps the parameters on servers. Received: a callback that sets {path} between two "
+                "steps, which would be lost. Set it in on_epoch_begin or on_epoch_end."
+            ),
+        ):
+            yield
+
     def sync_from_model(self) -> None:
         """Let the servers go on from weights that user code changed, on all ranks alike. Collective in a training."""
         if not self._consolidated:
@@ -357,6 +389,8 @@ class AsyncUpdate(UpdateRule):
     def on_state_loaded(self) -> None:
         """Begin at the model's weights."""
         self._consolidated = True
+        self._step = int(innermost(self.optimizer).iterations)
+        self._averages = self._masters.averages() if has_averages(self.optimizer) else []
         self.sync_from_model()
 
     def consolidate(self) -> None:
@@ -406,15 +440,25 @@ class _Served(Parameters):
 
     @contextmanager
     def passes(self, has_samples: tf.Tensor | float) -> Iterator[Pass]:
-        original = active(keras.Variable, "assign")
+        def message(path: str) -> str:
+            return (
+                f"{self._rule} keeps the parameters on servers. Received: a layer that assigns to its own, {path}, as "
+                "SpectralNormalization does. Use an all-reduce."
+            )
 
-        def assign(variable: Any, value: Any) -> Any:
-            if id(variable) in self._paths:
-                raise ConfigError(
-                    f"{self._rule} keeps the parameters on servers. Received: a layer that assigns to its own, "
-                    f"{self._paths[id(variable)]}, as SpectralNormalization does. Use an all-reduce."
-                )
-            return original(variable, value)
-
-        with replaced(keras.Variable, "assign", assign), super().passes(has_samples) as inner:
+        with refusing_assignments(self._paths, message), super().passes(has_samples) as inner:
             yield inner
+
+
+@contextmanager
+def refusing_assignments(paths: Mapping[int, str], message: Callable[[str], str]) -> Iterator[None]:
+    """Raise ConfigError, with the `message` for its path, where this thread assigns to a variable of these ids."""
+    original = active(keras.Variable, "assign")
+
+    def assign(variable: Any, value: Any) -> Any:
+        if id(variable) in paths:
+            raise ConfigError(message(paths[id(variable)]))
+        return original(variable, value)
+
+    with replaced(keras.Variable, "assign", assign):
+        yield

@@ -19,8 +19,10 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.compat.keras_variables import updating_at
+from hvdtrain.config.errors import MissingRankError
 from hvdtrain.optim.averaging import innermost
 from hvdtrain.optim.fused import fused_updates
+from hvdtrain.optim.precision import loss_scale_of
 from hvdtrain.runtime.messages import Messages, Pause
 from hvdtrain.state.optimizers import rate_at
 from hvdtrain.state.variables import unwrap
@@ -33,6 +35,7 @@ TO_SERVER, PARTS, TO_WORKER, TICKETS = range(4)
 STRENGTHS = {"dc_asgd": 0.04, "adaptive": 2.0}
 """lambda and lambda_0 of Zheng et al."""
 MEMORY, EPSILON = 0.95, 1e-7
+_GRACE_S = 2.0
 
 
 class Push:
@@ -75,6 +78,7 @@ class Server:
         messages: to and from the workers.
         parameters: by path, the values that it updates; the optimizer is built for them, among others.
         workers: the ranks that train, the first ones.
+        fail: ends the job with an error of this server's, unless the rank's own thread does.
         bound: steps that the fastest of them may be ahead of the slowest.
         replay: its actions in the run to repeat.
     """
@@ -87,6 +91,7 @@ class Server:
         options: StepOptions,
         *,
         workers: int,
+        fail: Callable[[BaseException], object],
         bound: int | None = None,
         replay: Sequence[Event] = (),
     ) -> None:
@@ -96,6 +101,7 @@ class Server:
         self._options = options
         self._bound = bound
         self._workers = workers
+        self._fail = fail
         self._updates_per_step = 1 if self._bound == 0 else self._workers
         self.version = 0
         """Number of updates since the beginning of this training."""
@@ -142,7 +148,8 @@ class Server:
         self._compensation = None
         if self._options.compensation in ("dc_asgd", "adaptive"):
             strength = self._options.dc_strength
-            self._compensation = DelayCompensation(self._options.compensation, strength, layout.entries)
+            scale = loss_scale_of(self._optimizer)
+            self._compensation = DelayCompensation(self._options.compensation, strength, layout.entries, scale)
         self._changed = {entry.path: np.zeros(entry.shape[0], np.int64) for entry in layout.tables}
         self._apply, self._read = self._compiled(layout)
         self._layout = layout
@@ -173,8 +180,10 @@ class Server:
                 self._sort_in()
                 while any(self._step(event) for event in self._possible()):
                     continue
-        except BaseException as error:  # raised by the rank's own thread
-            self._error = error
+        except BaseException as error:
+            self._error = error  # raised by the rank's own thread, if it waits for messages: one that serves does not
+            if not isinstance(error, MissingRankError) and not self._stopping.wait(_GRACE_S):
+                self._fail(error)
 
     def _sort_in(self) -> None:
         """Let what came wait for its turn."""
@@ -366,9 +375,10 @@ class Server:
 
 
 class DelayCompensation:
-    """DC-ASGD on one server's variables."""
+    """DC-ASGD on one server's variables, whose gradients come multiplied by a loss `scale`."""
 
-    def __init__(self, name: str, strength: float | None, entries: list[Entry]) -> None:
+    def __init__(self, name: str, strength: float | None, entries: list[Entry], scale: float = 1.0) -> None:
+        self._scale = scale
         self._strength = STRENGTHS[name] if strength is None else strength
         self._squares: Mapping[str, tf.Variable] = {}
         if name == "adaptive":
@@ -385,11 +395,11 @@ class DelayCompensation:
         return self._of(path, gradient, now - before)
 
     def _of(self, path: str, gradient: tf.Tensor, moved: tf.Tensor, *, rows: tf.Tensor | None = None) -> tf.Tensor:
-        squared = tf.square(gradient)
+        squared = tf.square(gradient / self._scale)
         strength = tf.constant(self._strength, gradient.dtype)
         if path in self._squares:
             kept = self._squares[path]
             mean = MEMORY * (kept if rows is None else tf.gather(kept, rows)) + (1 - MEMORY) * squared
             kept.assign(mean) if rows is None else kept.scatter_update(tf.IndexedSlices(mean, rows))
             strength = strength / tf.sqrt(mean + EPSILON)
-        return gradient + strength * squared * moved
+        return gradient + self._scale * strength * squared * moved

@@ -13,7 +13,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 import numpy as np
-import tensorflow as tf
 
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.order import Order
@@ -43,12 +42,14 @@ class Connection:
         self.asked = False
         """Whether a pull was asked for, and not received yet."""
 
-    def push(self, step: int, share: float, weight: float, arrays: Sequence[Sequence[np.ndarray]]) -> None:
-        """Send each server its gradients of `step`; none for a `weight` of 0."""
+    def push(
+        self, step: int, share: float, weight: float, arrays: Sequence[Sequence[np.ndarray]], *, versions: Sequence[int]
+    ) -> None:
+        """Send each server its gradients of `step`, at parameters of `versions`; none for a `weight` of 0."""
         for server, parts in enumerate(arrays):
             if not self.layouts[server].entries:
                 continue
-            self._send(server, PUSH, step, version=self.versions[server], share=share, weight=weight)
+            self._send(server, PUSH, step, version=versions[server], share=share, weight=weight)
             self._messages.send(server, PARTS, *parts)
 
     def ask(self, step: int) -> None:
@@ -110,9 +111,12 @@ class PacedData:
         index: of this rank among the `workers`; beyond them, one that only serves, and yields slices that do not count.
         take: returns the number of the next slice that nobody has taken in an era, whose first one is given; None: each
             worker takes its own.
+        ahead: optimizer steps less places in the data, which differ where earlier epochs had another number of steps.
     """
 
-    def __init__(self, data: TrainingData, index: int, workers: int, take: Callable[[int, int], int] | None) -> None:
+    def __init__(
+        self, data: TrainingData, index: int, workers: int, take: Callable[[int, int], int] | None, *, ahead: int = 0
+    ) -> None:
         self.steps_per_epoch = data.steps_per_epoch
         self.pass_steps = data.pass_steps
         self.batch = data.batch
@@ -121,12 +125,14 @@ class PacedData:
         self._index = index
         self._workers = workers
         self._take = take
+        self._ahead = ahead
         self._eras = itertools.count()
 
     def batches(self, start_step: int) -> Iterator[Any]:
-        """Yield the slices of each step, from `start_step` on."""
+        """Yield the slices of each step, from the place `start_step` in the data on."""
+        first = start_step + self._ahead
         if self._take is None or not shares_slices(self._data):
-            for step, batch in enumerate(self._data.batches(start_step), start_step):
+            for step, batch in enumerate(self._data.batches(start_step), first):
                 yield step + 1, [Slice(step, step, batch)]
             return
         assert isinstance(self._data, SourceTraining), "others are not shared"
@@ -134,20 +140,20 @@ class PacedData:
 
         def fetch(number: int | None = None) -> Slice:
             number = take(era, (start_step + 1) * workers) if number is None else number
-            step, index = divmod(number, workers)
-            return Slice(step, number, data.slice_at(step, index, workers))
+            place, index = divmod(number, workers)
+            return Slice(place + self._ahead, number + self._ahead * workers, data.slice_at(place, index, workers))
 
         if self._index >= workers:
             # It computes once, to learn how gradients travel.
             empty = data.slice_at(start_step, 0, workers)._replace(has_samples=0.0)
-            yield start_step + 1, [Slice(start_step, start_step * workers, empty)]
-            for step in itertools.count(start_step + 1):
+            yield first + 1, [Slice(first, first * workers, empty)]
+            for step in itertools.count(first + 1):
                 yield step + 1, []
         with ThreadPoolExecutor(1, "hvdtrain-slices") as reader:
             # Of the first step each takes its own: a server must have compiled the update that others wait for.
             coming = [reader.submit(fetch, start_step * workers + self._index)]
             try:
-                for step in itertools.count(start_step):
+                for step in itertools.count(first):
                     yield step + 1, _until(step, coming, lambda: reader.submit(fetch))
             finally:
                 wait(coming)
@@ -187,7 +193,7 @@ class PacedStep:
         part: Callable[[], None],
         meet: Callable[[], None],
         measure: Callable[[], Measured],
-        total: Callable[[tf.Tensor], Totals],
+        total: Callable[[np.ndarray], Totals],
     ) -> None:
         self._step = step
         self._begin = begin
@@ -204,10 +210,10 @@ class PacedStep:
         number, slices = work
         if self._together:
             self._part()
-        totals = tf.zeros([3])
+        totals = np.zeros(3, np.float32)
         for each in slices:
             self._begin(each)
-            totals = totals + tf.cast(self._step(each.batch, measure=False).totals, tf.float32)
+            totals += self._step(each.batch, measure=False).totals.numpy()
         self._end(number)
         self._together = False
         if measure:

@@ -220,6 +220,14 @@ def test_totals_that_nobody_asks_for_are_read_meanwhile(monkeypatch):
     assert monitor.epoch_loss == pytest.approx((2 * losses.sum() + 3.0) / (2 * len(losses) + 1))
 
 
+def test_totals_that_make_ranks_meet_wait_for_a_logged_step(monkeypatch):
+    monkeypatch.setattr(loss_monitor, "UNREAD_STEPS", 10)
+    monitor = LossMonitor(1000, early=False)
+    noted(monitor, [[2.0, 2.0, 0.0]] * 25)
+    assert len(monitor._pending) == 25
+    assert monitor.settle(finite_parameters=True) == 1.0
+
+
 @pytest.mark.parametrize(
     ("bad", "said"),
     [
