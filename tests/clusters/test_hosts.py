@@ -1,8 +1,10 @@
 """Jobs on several hosts that share no folder: started by ssh, trained as on one host, ended where a link breaks."""
 
 import json
+import os
 import re
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -15,6 +17,7 @@ from tests.clusters.namespaces import NoHosts, hosts
 
 FLOAT32 = 1e-6
 SCRIPT = Path(__file__).parent / "script_of_user.py"
+APART = Path(__file__).parents[1] / "entry" / "elastic_jobs" / "apart.py"
 MODEL = """
 import keras
 
@@ -199,6 +202,22 @@ def test_interfaces_that_do_not_lead_to_the_other_hosts_are_told_with_those_that
 # --- a link that breaks ---
 
 
+def listened_to(job, word):
+    """Return the lines of a job, as they come, an event that is set when one has `word`, and its readers."""
+    said, heard = [], threading.Event()
+
+    def listen(stream):
+        for line in stream:
+            said.append(line)
+            if word in line:
+                heard.set()
+
+    readers = [threading.Thread(target=listen, args=(stream,), daemon=True) for stream in (job.stdout, job.stderr)]
+    for reader in readers:
+        reader.start()
+    return said, heard, readers
+
+
 @pytest.mark.parametrize(
     ("start", "code", "named"),
     [
@@ -209,17 +228,7 @@ def test_interfaces_that_do_not_lead_to_the_other_hosts_are_told_with_those_that
 )
 def test_a_cut_link_ends_the_job_and_names_the_host(three, start, code, named):
     job = three.start(1, start("host1:1,host2:1", *TRAIN, "--epochs", "9999", "--run-dir", "cut"), **PROBES)
-    said, training = [], threading.Event()
-
-    def listen(stream):
-        for line in stream:
-            said.append(line)
-            if "epoch " in line:
-                training.set()
-
-    readers = [threading.Thread(target=listen, args=(stream,)) for stream in (job.stdout, job.stderr)]
-    for reader in readers:
-        reader.start()
+    said, training, readers = listened_to(job, "epoch ")
     assert training.wait(120), "".join(said)
     three.cut(2)
     cut = time.monotonic()
@@ -236,3 +245,28 @@ def test_a_cut_link_ends_the_job_and_names_the_host(three, start, code, named):
     finally:
         three.heal(2)
         clear(three)
+
+
+# --- a worker that is killed ---
+
+
+def test_an_asynchronous_job_goes_on_without_a_lost_host(three):
+    """Rank 1 is alone on its host, so that rank 0 gets no sign of life any more. Open MPI's mpirun stays."""
+    for number in (1, 2):
+        shutil.copy(APART, three.disk(number) / APART.name)
+    given = {"options": {"update": "async"}, "elastic": True, "hosts": True, "lost": {"1": 70}}
+    program, *words = mpirun("host1:1,host2:1", "python", APART.name, json.dumps(given))
+    job = three.start(1, [program, "--enable-recovery", *words], **PROBES)
+    said, ended, _ = listened_to(job, "ENDED")
+    try:
+        assert ended.wait(200), "".join(said)
+    finally:
+        os.killpg(job.pid, signal.SIGKILL)
+        for number in (1, 2):
+            three.kill(number)
+    text = "".join(said)
+    assert "rank 1 (host2) is lost" in text, text
+    assert "elastic: 2 ranks before, 1 now: goes on after step 50\n" in text, text
+    end = json.loads(re.search(r"ENDED (\{.*\})", text)[1])
+    assert (end["rank"], end["size"], end["steps"]) == (0, 1, 200)
+    assert end["val_loss"][-1] < 0.2
