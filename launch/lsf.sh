@@ -1,9 +1,9 @@
 #!/bin/bash
 # Trains on the hosts of an LSF job, with jsrun where there is one, else with mpirun. Takes what python -m hvdtrain takes:
-#   bsub -nnodes 4 -W 12:00 -wa USR1 -wt 2 -r -Q 75 launch/lsf.sh cifar10 --epochs 90     where there is jsrun
-#   bsub -n 32 -R "span[ptile=8]" ... launch/lsf.sh cifar10                               slots: a rank for each
+#   bsub -nnodes 4 -W 12:00 -wa USR1 -wt 2 -r -Q 75 launch/lsf.sh digits --epochs 90     where there is jsrun
+#   bsub -n 32 -R "span[ptile=8]" ... launch/lsf.sh digits                               slots: a rank for each
 # or, with the #BSUB lines below and the arguments in a variable:
-#   ARGS="cifar10 --epochs 90" bsub -n 32 < launch/lsf.sh
+#   ARGS="digits --epochs 90" bsub -n 32 < launch/lsf.sh
 # RANKS is the number of ranks in all; with jsrun it is one a host without it.
 # Two minutes before the time limit LSF sends SIGUSR1 (-wa, -wt): the ranks save a checkpoint and end with code 75, with
 # which LSF queues the job again (-Q). It goes on from its newest checkpoint in --run-dir (default: runs/JOB_NAME-JOB_ID),

@@ -33,7 +33,9 @@ def pack_main(argv: list[str]) -> int:
     parser.add_argument("source", metavar="SRC", help="folder of class folders of JPEG or PNG files, or a tar of it")
     parser.add_argument("dest", metavar="DEST", type=Path, help="new or empty folder")
     parser.add_argument("--shards", type=int, default=0, metavar="N", help="training files (default: one per 128 MB)")
-    parser.add_argument("--validation", type=int, default=0, metavar="N", help="images to hold out, of each class")
+    parser.add_argument(
+        "--validation", type=int, default=0, metavar="N", help="images to hold out in all, evenly by class"
+    )
     return run_here(lambda: parser.parse_args(argv), _pack)
 
 

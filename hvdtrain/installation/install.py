@@ -30,7 +30,7 @@ BUILD_MEGABYTES = 500
 EXTRA = "horovod"
 """The extra of hvdtrain with Horovod's run-time requirements."""
 
-_OWN = "python3 -m venv --system-site-packages ~/hvdtrain && source ~/hvdtrain/bin/activate && pip install hvdtrain"
+_OWN = "python3 -m venv --system-site-packages ~/hvdtrain && source ~/hvdtrain/bin/activate && pip install ."
 
 
 def check_environment(environment: PythonEnvironment) -> None:
@@ -92,8 +92,8 @@ def needed_packages(environment: PythonEnvironment) -> list[Requirement]:
     hvdtrain = environment.distribution("hvdtrain")
     if hvdtrain is None:
         raise SetupError(
-            f"hvdtrain must be installed in the environment. Received: none in {environment.prefix}. Run: pip install "
-            "hvdtrain (in a clone: pip install -e .)"
+            f"hvdtrain must be installed in the environment. Received: none in {environment.prefix}. In a clone, "
+            "run: pip install ."
         )
     declared = map(Requirement, hvdtrain.requires or [])
     return [

@@ -96,7 +96,7 @@ def arguments_of(container):
 @pytest.mark.parametrize("pod", [POD, LAUNCHER], ids=["Indexed Job", "MPIJob"])
 def test_ranks_take_the_arguments_and_save_before_they_are_killed(pod):
     request = parse(arguments_of(pod["containers"][0]))
-    assert request.config.recipe == "cifar10"
+    assert request.config.recipe == "digits"
     assert request.config.checkpoint.grace_seconds < pod["terminationGracePeriodSeconds"]
 
 
