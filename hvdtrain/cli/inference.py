@@ -34,8 +34,8 @@ class Request:
     config: Config
     runtime: RuntimeConfig
     """Runtime options of this job; those of the training do not apply to this machine."""
-    description: "RunDescription | None" = field(default=None, compare=False)
-    """The run's, as the first rank reads it; None if an earlier version wrote the run, which `evaluate` takes."""
+    description: "RunDescription" = field(compare=False)
+    """The run's, as the first rank reads it."""
 
     @property
     def folder(self) -> RunFolder:
@@ -116,7 +116,7 @@ def parse_evaluate(argv: list[str], files: FilesRead | None = None) -> Request:
     given, name = pairs("--data-args", arguments.data_args), arguments.data
     arguments.other_data = name is not None or bool(given)
     start = start_folder(folder, files)
-    description = read_description(folder, files)
+    description = read_description(folder, "evaluate", files)
     config = located(config, start)
     data = config.data
     if arguments.other_data:
@@ -211,10 +211,10 @@ def parse_predict(argv: list[str], files: FilesRead | None = None) -> Request:
 
 def _described_run(arguments: argparse.Namespace, verb: str, files: FilesRead) -> Request:
     """Return the request; runs that the verb cannot use are refused before TensorFlow starts."""
-    from hvdtrain.runs.description import described
+    from hvdtrain.runs.description import read_description
 
     folder, config = opened(arguments.run_dir, verb, files)
-    description = described(folder, verb, files)
+    description = read_description(folder, verb, files)
     return Request(arguments, located(config, start_folder(folder, files)), RuntimeConfig(), description)
 
 
@@ -228,7 +228,6 @@ def _predict(session: Session, request: Request) -> None:
         timeout = request.config.runtime.load_timeout
         given = on_first(session.control, lambda: sys.stdin.buffer.read(), timeout=timeout)
     description = request.description
-    assert description is not None, "parse_predict refuses a run without one"
     samples = samples_from(tuple(arguments.paths), given, description.preprocessing, description.inputs)
     with opened_output(arguments.out if session.world.primary else None) as out:
         bad = predict(
@@ -302,13 +301,12 @@ def parse_generate(argv: list[str], files: FilesRead | None = None) -> Request:
 def _generate(session: Session, request: Request) -> None:
     from hvdtrain.runs.generate import generate
 
-    arguments, description = request.arguments, request.description
-    assert description is not None, "parse_generate refuses a run without one"
+    arguments = request.arguments
     generate(
         session,
         config=request.config,
         folder=request.folder,
-        description=description,
+        description=request.description,
         prompt=arguments.prompt,
         sampling=arguments.sampling,
         write=Output(sys.stdout).write,

@@ -22,7 +22,6 @@ from hvdtrain.data.sources.table import check_present, encoded, read_table
 from hvdtrain.data.sources.table_file import ARROW, JSON_LINES, PARQUET, TableFile
 
 Finish = Callable[..., tuple[Any, ...]]
-STANDARD_INPUT = "-"
 NUMPY_FILES = (".npz", ".npy")
 NUMPY_MAGIC = (b"PK\x03\x04", b"\x93NUMPY")
 """First bytes of .npz and .npy files."""

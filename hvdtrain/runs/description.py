@@ -79,17 +79,20 @@ def write_description(folder: RunFolder, description: RunDescription) -> None:
     write_json(folder.preprocessing, {**head, **asdict(replace(description, preprocessing=preprocessing))})
 
 
-def read_description(folder: RunFolder, files: FilesRead | None = None) -> RunDescription | None:
-    """Return the description in a run's folder, which `files` reads; None if an earlier version wrote the run.
+def read_description(folder: RunFolder, verb: str, files: FilesRead | None = None) -> RunDescription:
+    """Return the description in a run's folder, which `files` reads; messages name `verb`.
 
     Raises:
-        CheckpointError: it is damaged, or of a later version.
+        CheckpointError: there is none, it is damaged, or of a later version.
     """
     import pydantic
 
     files, file = files or FilesRead(), folder.preprocessing
     if not files.exists(file):
-        return None
+        raise CheckpointError(
+            f"{verb} {folder.path}: there is no {file.name} in it, which says how to prepare data for the model. Every "
+            "run writes it when it begins: give the run's whole folder."
+        )
     try:
         content = json.loads(files.text(file))
         if content["format"] != FORMAT:
@@ -107,22 +110,6 @@ def read_description(folder: RunFolder, files: FilesRead | None = None) -> RunDe
         raise CheckpointError(f"{file} must name a tokenizer's file in its own folder. Received: {text.model!r}.")
     text = replace(text, model=str(_on_this_host(folder.path / text.model, files)))
     return replace(description, preprocessing=replace(description.preprocessing, text=text))
-
-
-def described(folder: RunFolder, verb: str, files: FilesRead | None = None) -> RunDescription:
-    """Return the description in a run's folder; messages name `verb`.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged.
-    """
-    description = read_description(folder, files)
-    if description is None:
-        raise CheckpointError(
-            f"{verb} {folder.path}: there is no {folder.preprocessing.name} in it, which says how to prepare data for "
-            f"the model: an earlier version of hvdtrain wrote the run. `python -m hvdtrain evaluate {folder.path}` "
-            "writes it, from the data that the run was trained on."
-        )
-    return description
 
 
 def _on_this_host(path: Path, files: FilesRead) -> Path:

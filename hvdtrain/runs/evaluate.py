@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend, world_size
 from hvdtrain.backends.select import backend_for
-from hvdtrain.config.errors import CheckpointError, DataError
+from hvdtrain.config.errors import DataError
 from hvdtrain.config.run import Config
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.preprocessing import label_mapping
@@ -21,7 +21,7 @@ from hvdtrain.data.source import DataSplits
 from hvdtrain.data.sources.images import finish_of
 from hvdtrain.models.registry import model_family
 from hvdtrain.observability.summary import write_json
-from hvdtrain.runs.description import RunDescription, describe_run, write_description
+from hvdtrain.runs.description import RunDescription
 from hvdtrain.runs.folder import RunFolder
 from hvdtrain.runs.run_data import check_loaded, evaluation_of, left_out, loaded_splits
 from hvdtrain.runs.trainers import ANY_STEPS, trainer_for
@@ -34,7 +34,7 @@ def evaluate(
     session: Session,
     config: Config,
     folder: RunFolder,
-    description: RunDescription | None,
+    description: RunDescription,
     *,
     checkpoint: str = "newest",
     other_data: bool = False,
@@ -46,7 +46,7 @@ def evaluate(
         session: this rank's part in the job.
         config: that of the run, with the data to evaluate.
         folder: of the run.
-        description: of the run; None if an earlier version wrote it.
+        description: of the run.
         checkpoint: `newest`, `best`, or the number of a step.
         other_data: whether `config` names other data than the run's.
         split: the samples; None: the validation samples, or all of other data that have none of their own.
@@ -56,19 +56,14 @@ def evaluate(
         DataError: the data do not fit the model, or have classes that it does not know.
     """
     backend = backend_for(session)
-    if description is None and other_data:
-        raise CheckpointError(
-            f"evaluate {folder.path}: an earlier version of hvdtrain wrote the run, and there is no "
-            f"{folder.preprocessing.name} in it, by which other data would be prepared. Without --data and "
-            "--data-args, evaluate writes it, from the data that the run was trained on."
-        )
     splits = _splits(config, description, backend, other_data=other_data)
     chosen = split or ("all" if other_data and splits.held_out else "validation")
     sources = {"validation": [splits.validation], "train": [splits.train], "all": [splits.train, splits.validation]}
     steps, sizes = config.training.validation_steps, [source.size for source in sources[chosen]]
     batches = Batches([evaluation_of(each, config.data, splits, backend, steps=steps) for each in sources[chosen]])
-    shape = splits.sample_shape if description is None else description.sample_shape
-    trainer = trainer_for(config, shape=shape, classes=splits.classes, backend=backend, steps=ANY_STEPS)
+    trainer = trainer_for(
+        config, shape=description.sample_shape, classes=splits.classes, backend=backend, steps=ANY_STEPS
+    )
     check_shapes(trainer.model, splits, model_family(config.model).loss())
     trainer.build_on(next(iter(batches)))
     trainer.restore(folder.checkpoints, checkpoint)
@@ -90,9 +85,6 @@ def evaluate(
         figures |= {"bad_records": len(batches.bad), "left_out": batches.bad}
     file = _file(folder, figures, other_data=other_data, split=split)
     if backend.primary:
-        if description is None:
-            loss = model_family(config.model).loss()
-            write_description(folder, describe_run(config.data, splits, trainer.model, loss))
         write_json(file, figures)
     return figures, file
 
@@ -114,14 +106,11 @@ class Batches:
         return [text for part in self._parts for _, text in sorted(left_out(part).items())]
 
 
-def _splits(config: Config, description: RunDescription | None, backend: Backend, *, other_data: bool) -> DataSplits:
+def _splits(config: Config, description: RunDescription, backend: Backend, *, other_data: bool) -> DataSplits:
     """Load the data of `config`, prepared as the run's were; every rank calls it."""
-    seed = config.training.seed
-    if description is None:
-        return loaded_splits(config, backend)
-    same_source = config.data.data == description.data
-    trained = description.preprocessing
-    splits = load_like(config.data, trained, description.classes, seed) if same_source else None
+    splits = None
+    if config.data.data == description.data:
+        splits = load_like(config.data, description.preprocessing, description.classes, config.training.seed)
     splits = loaded_splits(config, backend) if splits is None else check_loaded(config.data, splits, backend)
     return _as_trained(splits, description) if other_data else splits
 

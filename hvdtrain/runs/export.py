@@ -17,7 +17,7 @@ from hvdtrain.config.errors import CheckpointError, ConfigError
 from hvdtrain.config.user_code import load_function
 from hvdtrain.observability.summary import draft_of
 from hvdtrain.runs import folder
-from hvdtrain.runs.description import described
+from hvdtrain.runs.description import read_description
 from hvdtrain.runs.folder import RunFolder, opened
 from hvdtrain.runs.trainers import trained_model
 from hvdtrain.runtime.placement import whole_box
@@ -116,7 +116,7 @@ def _written(file: Path, write: Callable[[Path], object]) -> None:
 def _model_of_run(session: Session, run: RunFolder, path: Path) -> Any:
     """Return a context that gives the model of a run's checkpoint, with the averages of its weights if it has any."""
     _, config = opened(run.path, "checkpoint export")
-    description = described(run, "checkpoint export")
+    description = read_description(run, "checkpoint export")
     config = folder.located(config, folder.start_folder(run))
     return trained_model(config, description, path, "newest", backend_for(session))
 

@@ -113,7 +113,7 @@ PATTERN = "*?["
 
 
 def start_folder(folder: RunFolder, files: FilesRead | None = None) -> Path | None:
-    """Return the working folder in which a run was started; None if an earlier version wrote the run."""
+    """Return the working folder in which a run was started; None if none is recorded in `folder`."""
     try:
         recorded = json.loads((files or FilesRead()).text(folder.environment)).get("folder")
     except (OSError, ValueError, AttributeError):

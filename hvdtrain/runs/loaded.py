@@ -16,7 +16,7 @@ from hvdtrain.data.prediction import PredictionSamples, arrays_as_they_are, imag
 from hvdtrain.data.sources.table_file import rows_in_memory
 from hvdtrain.data.sources.tokenizers import Tokenizer, tokenizer_of
 from hvdtrain.models.registry import build_model, model_family
-from hvdtrain.runs.description import RunDescription, described
+from hvdtrain.runs.description import RunDescription, read_description
 from hvdtrain.runs.folder import RunFolder, located, opened, start_folder
 from hvdtrain.runs.generate import TextGenerator, check_language_model
 from hvdtrain.runs.predict import readable_outputs
@@ -131,7 +131,7 @@ def load_run(folder: str | Path) -> LoadedRun:
         folder: the folder of the run.
 
     Raises:
-        CheckpointError: no run is there, it is not finished, or an earlier version of hvdtrain wrote it.
+        CheckpointError: no run is there, or it is not finished.
 
     Example::
 
@@ -140,7 +140,7 @@ def load_run(folder: str | Path) -> LoadedRun:
     """
     run = RunFolder(Path(folder))
     _, config = opened(run.path, "load_run")
-    description = described(run, "load_run")
+    description = read_description(run, "load_run")
     if not run.model.is_file():
         why = f"the run is not finished, it has no {run.model.name}: --resume goes on with it."
         if run.summary.is_file():

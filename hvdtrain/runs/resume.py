@@ -1,9 +1,8 @@
 """Resuming a run: what must have stayed the same, and the message of an interrupted one."""
 
 import shlex
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.checkpoint.agreement import on_every_rank
@@ -12,7 +11,6 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.files import apply_values, read_values
 from hvdtrain.config.run import Config
 from hvdtrain.data.file_order import FileOrder
-from hvdtrain.data.identity import Identity, check_same_samples
 from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.observability.wording import plural
 from hvdtrain.runs.folder import RunFolder
@@ -69,24 +67,6 @@ def is_finished(folder: RunFolder, config: Config, backend: Backend) -> bool:
     if finished is not None and backend.primary:
         PROGRESS.info(f"--resume auto: the run in {finished} is finished: there is nothing left to train.")
     return finished is not None
-
-
-def check_samples(before: Mapping[str, Any] | None, now: Identity, config: Config, earlier: Config, run: Path) -> None:
-    """Refuse other samples than the run in the folder `run` was trained on.
-
-    `before` is their identity in the checkpoint, None where an earlier version wrote it.
-
-    Raises:
-        DataError: saying what differs.
-        ConfigError: they were moved, and the checkpoint does not say what they were.
-    """
-    if before is not None:
-        check_same_samples(before, now, run)
-    elif config.data.data_args != earlier.data.data_args:
-        raise ConfigError(
-            f"--resume {run}: an earlier version wrote its checkpoint, which does not say what the run was trained "
-            "on: its data must stay where they were. Leave out --data-args."
-        )
 
 
 def settle_processes(scalars: Scalars, data: TrainingData, processes: int, run: Path) -> None:

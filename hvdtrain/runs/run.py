@@ -16,7 +16,7 @@ from hvdtrain.config.errors import CheckpointError, ConfigError
 from hvdtrain.config.facts import Facts
 from hvdtrain.config.options import check
 from hvdtrain.config.run import Config
-from hvdtrain.data.identity import Identity, identity_of
+from hvdtrain.data.identity import Identity, check_same_samples, identity_of
 from hvdtrain.data.pipeline import SourceTraining, check_passes
 from hvdtrain.models.registry import model_family
 from hvdtrain.observability.events import Observer
@@ -24,7 +24,6 @@ from hvdtrain.runs.description import describe_run
 from hvdtrain.runs.folder import RunFolder, create, opened
 from hvdtrain.runs.resume import (
     Resume,
-    check_samples,
     interrupted,
     is_finished,
     settle_processes,
@@ -197,7 +196,7 @@ def _resume(trainer: Trainer, newest: Path, identity: Identity, config: Config, 
     earlier = opened(path, "--resume")[1] if trainer.backend.primary else None
     if earlier is not None:
         # Before the tensors are looked at: other data may make another model.
-        check_samples(read_index(newest).scalars.get("data"), now=identity, config=config, earlier=earlier, run=path)
+        check_same_samples(read_index(newest).scalars["data"], identity, path)
     trainer.go_on_from(newest)
     return stretched_schedule(config, earlier) if earlier is not None else None
 

@@ -376,12 +376,12 @@ MISTAKES = (
     (["predict", "letters", "x.npz", "-"], ["- stands for standard input, by itself"]),
     (["predict", "letters", "x.npz", "--on-bad-record", "skip"], ["raise or skip:N", "'skip'"]),
     (["predict", "letters", "x.npz", "--top", "2", "--probabilities"], ["leave out --top"]),
-    (["predict", "earlier", "new"], ["no preprocessing.json", "evaluate"]),
+    (["predict", "torn", "new"], ["no preprocessing.json", "whole folder"]),
     (["evaluate", "colours", "--data-args", "path", "strange"], ["class 'pink'", "blue, green, red"]),
     (["evaluate", "colours", "--data-args", "path"], ["NAME VALUE pairs"]),
     (["evaluate", "prices", "--data-args", "path", "rows.csv"], ["no column 'price'"]),
     (["evaluate", "prices", "--data-args", "path", "others.csv", "target", "size"], ["target is 'price'"]),
-    (["evaluate", "earlier", "--data-args", "path", "fewer"], ["earlier version", "Without --data"]),
+    (["evaluate", "torn"], ["no preprocessing.json", "whole folder"]),
 )
 
 
@@ -393,8 +393,8 @@ def mistakes(home, elsewhere):
     np.savez(elsewhere / "small.npz", np.zeros((3, 4, 4, 3), np.uint8))
     np.savez(elsewhere / "scaled.npz", np.full((3, 8, 8, 3), 0.5, np.float32))
     (elsewhere / "columns.csv").write_text("city,size\nrome,50\n")
-    shutil.copytree(home / "colours", home / "earlier")
-    (home / "earlier" / "preprocessing.json").unlink()
+    shutil.copytree(home / "colours", home / "torn")
+    (home / "torn" / "preprocessing.json").unlink()
     commands = [[verb, str(home / name), *rest] for (verb, name, *rest), _ in MISTAKES]
     return errors_of(commands, cwd=elsewhere)
 

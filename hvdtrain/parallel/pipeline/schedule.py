@@ -105,15 +105,6 @@ def needs(action: Action, stages: int) -> Iterator[Action]:
         yield Action("backward", stage + 1, microbatch)
 
 
-def most_in_flight(schedule: Sequence[Action]) -> int:
-    """Return the peak number of forward passes whose activations a rank holds."""
-    held = most = 0
-    for action in schedule:
-        held += 1 if action.kind == "forward" else -1
-        most = max(most, held)
-    return most
-
-
 def ideal_bubble(ranks: int, microbatches: int, chunks: int = 1) -> float:
     """Return the idle fraction for equally long stages and free messages.
 

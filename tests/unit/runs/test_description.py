@@ -20,7 +20,7 @@ from hvdtrain.data.preprocessing import (
 )
 from hvdtrain.data.registry import load_like, load_splits
 from hvdtrain.models.objective import output_kind
-from hvdtrain.runs.description import RunDescription, describe_run, described, read_description, write_description
+from hvdtrain.runs.description import RunDescription, describe_run, read_description, write_description
 from hvdtrain.runs.folder import RunFolder
 from tests.unit.images import write_folders
 
@@ -55,9 +55,8 @@ def described_data(name, **arguments):
 )
 def test_what_is_written_is_read(tmp_path, description):
     folder = RunFolder(tmp_path)
-    assert read_description(folder) is None
     write_description(folder, description)
-    assert read_description(folder) == description
+    assert read_description(folder, "predict") == description
     assert json.loads(folder.preprocessing.read_text())["kind"] == description.preprocessing.kind
 
 
@@ -74,7 +73,7 @@ def test_a_tokenizer_s_file_comes_along(tmp_path):
     text = TextInputs("sentencepiece", 8, model=str(cached))
     write_description(folder, RunDescription("text", LEAF, 5, "logits", Preprocessing(text=text)))
     cached.unlink()
-    read = described(folder, "generate")
+    read = read_description(folder, "generate")
     assert read.preprocessing.text == replace(text, model=str(folder.tokenizer))
     assert folder.tokenizer.read_bytes() == b"pieces"
     assert '"model": "tokenizer.model"' in folder.preprocessing.read_text()  # the folder may be moved
@@ -83,7 +82,7 @@ def test_a_tokenizer_s_file_comes_along(tmp_path):
         text = folder.preprocessing.read_text().replace('"tokenizer.model"', json.dumps(elsewhere))
         (tmp_path / "preprocessing.json").write_text(text)
         with pytest.raises(CheckpointError, match=f"in its own folder. Received: '{elsewhere}'"):
-            read_description(RunFolder(tmp_path))
+            read_description(RunFolder(tmp_path), "predict")
 
 
 @pytest.mark.parametrize(
@@ -97,12 +96,12 @@ def test_a_tokenizer_s_file_comes_along(tmp_path):
 def test_a_damaged_description_is_named(tmp_path, text, answer):
     (tmp_path / "preprocessing.json").write_text(text)
     with pytest.raises(CheckpointError, match=answer):
-        read_description(RunFolder(tmp_path))
+        read_description(RunFolder(tmp_path), "predict")
 
 
-def test_a_run_of_an_earlier_version_is_named_with_what_helps(tmp_path):
-    with pytest.raises(CheckpointError, match=r"no preprocessing.json in it.*hvdtrain evaluate"):
-        described(RunFolder(tmp_path), "predict")
+def test_a_folder_without_one_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match=r"predict .*: there is no preprocessing.json in it.*whole folder"):
+        read_description(RunFolder(tmp_path), "predict")
 
 
 def test_images_are_described_and_normalized(tmp_path):

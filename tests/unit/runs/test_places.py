@@ -55,7 +55,7 @@ def test_paths_begin_where_the_run_was_started(home, data, name, value, found):
     assert arguments == {name: expected}
 
 
-def test_absolute_paths_and_runs_of_earlier_versions_stay_as_they_are(home):
+def test_absolute_paths_and_those_of_a_file_alone_stay_as_they_are(home):
     here = config(path=str(home / "photos"))
     assert located(here, home) == here
     assert located(config(path="photos"), None) == config(path="photos")

@@ -118,10 +118,6 @@ def _changes_rows_alone(optimizer: Any) -> bool:
     return True
 
 
-def _nothing_of(shape: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(0, 0) for _ in shape)
-
-
 class Outgoing:
     """A worker's gradients for one server, from the compiled step to the messages."""
 

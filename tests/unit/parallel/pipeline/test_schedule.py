@@ -1,6 +1,7 @@
 """Schedules of pipeline parallelism, as lists of passes: without ranks, and without TensorFlow."""
 
 from collections import Counter
+from itertools import accumulate
 
 import pytest
 
@@ -11,7 +12,6 @@ from hvdtrain.parallel.pipeline.schedule import (
     DeadlockError,
     ideal_bubble,
     messages_in_turn,
-    most_in_flight,
     needs,
     schedule_of,
     simulate,
@@ -29,6 +29,11 @@ def schedules(name, ranks, microbatches, chunks):
 
 def seconds(action):
     return 1.0 if action.kind == "forward" else 2.0
+
+
+def most_in_flight(schedule):
+    """The forward passes whose activations a rank holds at its peak."""
+    return max(accumulate(1 if action.kind == "forward" else -1 for action in schedule))
 
 
 @pytest.mark.parametrize(("name", "ranks", "microbatches", "chunks"), EVERY)
