@@ -27,7 +27,14 @@ def build(
 ) -> keras.Model:
     """Return a masked language model, tokens [length] to logits [length, vocabulary]; the vocabulary has the mask.
 
-    The arguments are those of `transformer.build`.
+    Args:
+        shape: (length,) of one sequence of token numbers.
+        classes: size of the vocabulary.
+        seed: seeds the initial value of each variable, together with its path.
+        depth: number of blocks of attention and MLP.
+        width: size of a token's representation.
+        heads: number of attention heads; must divide the width.
+        dropout: dropout rate of the embeddings and of each block's output.
     """
     sizes: dict[str, Any] = {"depth": depth, "width": width, "heads": heads, "dropout": dropout}
     return transformer.build(shape, classes, seed, causal=False, **sizes)

@@ -35,9 +35,16 @@ def build(
     """Return a causal language model, tokens [length] to logits [length, vocabulary].
 
     Each token uses `top_k` of a block's experts, each an MLP with 4 width hidden units: many parameters, few active per
-    token. The arguments before `experts` are those of `transformer.build`.
+    token.
 
     Args:
+        shape: (length,) of one sequence of token numbers.
+        classes: size of the vocabulary.
+        seed: seeds the initial value of each variable, together with its path.
+        depth: number of blocks of attention and MLP.
+        width: size of a token's representation.
+        heads: number of attention heads; must divide the width.
+        dropout: dropout rate of the embeddings and of each block's output.
         experts: number of experts per block.
         top_k: experts per token, 1 or 2.
         every: every how many blocks one has experts.

@@ -30,10 +30,11 @@ VALIDATION = ("_validation", "_val", "_test")
 
 
 def load(*, path: str = "", validation: int = 0, classes: int = 0) -> DataSplits:
-    """Load the arrays of an .npz file or of a folder of .npy files; see the module for their names.
+    """Load the arrays of an .npz file or of a folder of .npy files, by their names.
 
     Args:
-        path: the file or folder.
+        path: the file or folder. Its arrays are x and y (or inputs and targets) and, optionally, sample_weight; or
+            x_train, y_train, x_test, y_test, as in Keras' mnist.npz.
         validation: samples to hold out if there are no validation arrays; 0: one in ten.
         classes: number of classes; 0: one more than the highest label.
 

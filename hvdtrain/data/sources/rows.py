@@ -163,7 +163,7 @@ def load_tfds(
         inputs: the input column, or several separated by commas, which make a dict; "": as the data set declares.
         target: the target column; "": as the data set declares.
         train_split: the training split, or a slice of one: `train[:80%]`.
-        validation_split: the validation split, likewise; "": see above.
+        validation_split: the validation split, likewise; "": `validation`, or else `test`.
         validation: rows to hold out if there is no such split; 0: one in ten.
         classes: number of classes; 0: as the data set declares.
 
@@ -227,15 +227,15 @@ def load_hugging_face(
     """Load the rows of a data set of Hugging Face's `datasets`.
 
     Args:
-        path: a folder written by `save_to_disk`; or
+        path: a folder written by `save_to_disk`, in place of `name`.
         name: a data set of the hub, `owner/name`, downloaded into Hugging Face's cache if it is not there.
         configuration: its configuration.
-        inputs: as in `load_tfds`, but not declared; likewise the others.
+        inputs: the input column, or several separated by commas, which make a dict.
         target: the target column.
         train_split: the training split.
-        validation_split: the validation split.
-        validation: rows to hold out.
-        classes: number of classes.
+        validation_split: the validation split; "": `validation`, or else `test`.
+        validation: rows to hold out if there is no such split; 0: one in ten.
+        classes: number of classes; 0: as the data set declares.
 
     Raises:
         ConfigError: arguments that do not fit, or the package `datasets` is missing.

@@ -101,11 +101,11 @@ def load_masked(
     There is one class more than the tokenizer has: the mask, which is the last.
 
     Args:
-        path: as in `load`; so are the next four.
-        tokenizer: `chars`, `bytes` or `sentencepiece`.
+        path: a text file, or a folder of .txt files; "": the documentation that comes with Python.
+        tokenizer: `chars`, `bytes` or `sentencepiece`, as of `text`.
         length: tokens of a window.
-        validation: fraction of the text for validation.
-        vocabulary: size of the sentencepiece vocabulary.
+        validation: fraction of the text, at its end, for validation.
+        vocabulary: size of the sentencepiece vocabulary; 0: 2048.
         chosen: fraction of the positions of each window to predict, at least one.
         copies: samples of each window in an epoch, each with its own mask.
 

@@ -258,7 +258,7 @@ def load(
     Args:
         path: a TFRecord file, a folder of them or a pattern such as "data/train-*". Files belong to the split in their
             names: train, validation (or val), test.
-        features: the description of the records (see the module); default: features.yaml beside the files.
+        features: a YAML file with the features of the records; "": features.yaml beside the files.
         validation: records to hold out if there are no validation files; 0: one in ten.
         validation_path: validation files, like `path`; of a folder with several splits, the validation split.
         image_size: height and width to resize all images to; 0 if they have one size.
