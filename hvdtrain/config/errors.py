@@ -17,8 +17,8 @@ _UNQUOTED = re.compile(r"[-+]?\d[\d.]*(e[-+]?\d+)?|True|False|None|[A-Z]")
 class UserError(ValueError):
     """A user's mistake, shown as one message without a traceback.
 
-    Messages name options by `opt("accumulate")` or `opt("precision", "mixed_bfloat16")`. `str()` renders them as Python
-    arguments, `on_command_line(error.message)` as flags; other text is left unchanged.
+    `str()` names options as arguments of a script. `message` has them as `opt` encodes them, and
+    `on_command_line(error.message)` names them as flags.
     """
 
     _keras_call_info_injected = True

@@ -147,6 +147,9 @@ class Trainer(FittingTrainer):
                 before it (docs/reliability.md).
             commit_every: with `elastic`, commit the state to host memory every N steps; training resumes there.
 
+        Returns:
+            `FitResult`: `history` and `epoch` as in Keras' `History`, `train_loss`, `evaluations`, speed.
+
         Raises:
             CheckpointError: checkpoints cannot be saved, or a resumed training has other data.
             ConfigError: a batch not divisible by the ranks, conflicting options, or ranks with different arguments.
