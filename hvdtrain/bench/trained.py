@@ -195,7 +195,9 @@ def _step_alone(config: Config, trainer: Trainer, here: Backend, *, mine: Batch,
 
 
 class NoUpdate(UpdateRule):
-    """Leaves everything as it is, once all gradients are there."""
+    """Leaves everything as it is, once all gradients of one replica are there."""
+
+    trainers = 1
 
     def __init__(self) -> None:
         """Own nothing: there is no optimizer to build."""

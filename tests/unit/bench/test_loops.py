@@ -82,6 +82,7 @@ def test_without_an_update_the_gradients_are_there_and_nothing_changes():
         return NoUpdate().update(local, measure=False)[0]
 
     assert step().numpy().tolist() == [7.0, 8.0, 6.0]
+    assert NoUpdate().slices == 1
     assert variable.numpy().tolist() == [1.0, 2.0]
 
 
