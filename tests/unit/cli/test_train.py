@@ -13,6 +13,8 @@ from hvdtrain.config.errors import CheckpointError, UserError, on_command_line
 from hvdtrain.config.files import to_yaml
 from hvdtrain.config.runtime import RuntimeConfig
 from hvdtrain.recipes import RECIPES, recipe
+from hvdtrain.runs.description import RunDescription, write_description
+from hvdtrain.runs.folder import RunFolder
 
 DIGITS = recipe("digits")
 
@@ -27,6 +29,8 @@ def run_dir(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "config.yaml").write_text(to_yaml(changed("training", epochs=3, seed=4)), encoding="utf-8")
+    description = RunDescription("digits", {"dtype": "float32", "shape": [8, 8, 1]}, 10, "logits")
+    write_description(RunFolder(folder), description)
     return folder
 
 
@@ -341,7 +345,7 @@ print("result:", codes, loaded)
     assert done.stdout.splitlines()[-1] == "result: [0, 0, 0, 0, 2, 2] []", done.stderr
     assert done.stderr.count("--epochs must be at least 1. Received: 0.") == 1
     assert "Traceback" not in done.stderr
-    assert os.listdir(run_dir) == ["config.yaml"]  # a mistake leaves no folder behind
+    assert sorted(os.listdir(run_dir)) == ["config.yaml", "preprocessing.json"]  # a mistake leaves no folder behind
 
 
 def test_what_must_agree_among_the_ranks(run_dir):
