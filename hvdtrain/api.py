@@ -119,6 +119,7 @@ def init(
             session.close()
     except BaseException as error:
         _fail(link, error)
+        sys.excepthook = partial(_show_alone, sys.excepthook)
         raise
     set_current(session)
     if session.serves:
@@ -172,6 +173,11 @@ def _check_same(arguments: Mapping[str, Any]) -> None:
     session = current()
     known = {**defaults, **(vars(session.config) if session.arguments is None else session.arguments)}
     other = [f"{name}={value!r} (before: {known[name]!r})" for name, value in arguments.items() if value != known[name]]
+    if other and session.arguments is None:
+        raise ConfigError(
+            "The command that imports this module has joined the job, with other arguments than the module's "
+            f'hvdtrain.init: {", ".join(other)}. Call it below `if __name__ == "__main__":`.'
+        )
     if other:
         raise ConfigError(
             "hvdtrain.init() was called before, and a process joins its job once. Received other arguments: "
@@ -356,12 +362,7 @@ def _end_with_the_job(session: Session) -> None:
         if not _last(session).closed:
             _fail(_last(session).link, error)
         atexit.unregister(leave)
-        if isinstance(error, KeyboardInterrupt) and show is sys.__excepthook__:
-            show_interrupt(trace)
-        elif isinstance(error, UserError) and show is sys.__excepthook__:
-            show_alone(None, error)
-        else:
-            show(kind, error, trace)
+        _show_alone(show, kind, error, trace)
 
     exits = ExitWatch()
     if session.environment.size > 1:
@@ -369,6 +370,20 @@ def _end_with_the_job(session: Session) -> None:
     leave = partial(_leave, session, exits)
     sys.excepthook = on_exception
     atexit.register(leave)
+
+
+def _show_alone(
+    show: Callable[..., object], kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Show by `show` what a process that is alone met, unless it is a mistake or Ctrl-C and `show` is Python's own."""
+    if show is sys.__excepthook__ and isinstance(error, KeyboardInterrupt):
+        show_interrupt(trace)
+    elif show is sys.__excepthook__ and isinstance(error, UserError):
+        code = show_alone(None, error)
+        if not hasattr(sys, "ps1"):  # a person goes on after it
+            sys.exit(code)
+    else:
+        show(kind, error, trace)
 
 
 def _last(session: Session) -> Session:

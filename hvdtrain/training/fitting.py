@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from pathlib import Path
 
 from hvdtrain.backends.select import backend_for
 from hvdtrain.compat.keras_variables import forget_slots
@@ -82,7 +83,9 @@ class FittingTrainer(ResumableTrainer):
             if goes_on and plan.total_steps == self.state.scalars.step:
                 observers.on_message(nothing_left(self.state.scalars))
             saving = self._saving(saved, again=again)
-            with saving as save, stoppable(saved, self.state.scalars, plan.total_steps) as stopping:
+            resumes = backup is not None or (saved is not None and Path(saved.folder) in self._asked_for)
+            stops = stoppable(saved, self.state.scalars, plan.total_steps, resumes=resumes)
+            with saving as save, stops as stopping:
                 result = self._train(
                     data,
                     plan,
@@ -168,11 +171,13 @@ def _refuse_ranks_own(arguments: FitArguments) -> None:
 
 
 @contextmanager
-def stoppable(checkpoint: Checkpoint | None, scalars: Scalars, total_steps: int) -> Iterator[StopAgreement | None]:
+def stoppable(
+    checkpoint: Checkpoint | None, scalars: Scalars, total_steps: int, *, resumes: bool
+) -> Iterator[StopAgreement | None]:
     """Let signals stop the training inside this context; yields None without checkpoints.
 
-    Signals with a handler of the script are left to it. Raises Stopped: after the last step, which is saved; on every
-    rank.
+    Signals with a handler of the script are left to it. `resumes` says whether the script resumes by itself. Raises
+    Stopped: after the last step, which is saved; on every rank.
     """
     if checkpoint is None:
         yield None
@@ -182,6 +187,8 @@ def stoppable(checkpoint: Checkpoint | None, scalars: Scalars, total_steps: int)
 
     def message() -> str:
         where = f"interrupted at step {scalars.step} of {total_steps}"
+        if resumes:
+            return f"{where}. The script resumes from the newest checkpoint in {folder!r} when it is run again."
         return f"{where}. trainer.resume({folder!r}) before fit resumes from the newest checkpoint in it."
 
     def failed() -> bool:

@@ -116,6 +116,8 @@ class ResumableTrainer(TrainerCore):
     """Checkpoint to load once the model has variables."""
     _resuming = False
     """Whether the next `fit` continues the restored training."""
+    _asked_for: frozenset[Path] = frozenset()
+    """Folders that the script has resumed from, or tried to."""
 
     def save(self, folder: Folder) -> Path:
         """Write the full training state to `folder/step-N` and return its path. Collective.
@@ -169,6 +171,7 @@ class ResumableTrainer(TrainerCore):
             CheckpointError: it was saved from another model or optimizer, or all checkpoints are damaged.
         """
         agree_on_call(self.backend, "resume", {"folder": os.fspath(folder)})
+        self._asked_for |= {Path(folder)}
         return self._resume(Path(folder))
 
     def _resume(self, folder: Path) -> Path | None:

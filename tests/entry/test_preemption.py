@@ -114,5 +114,6 @@ def test_a_script_that_saves_stops_where_a_rank_or_its_launcher_is_warned(tmp_pa
         code, text = job.wait(), job.text
     assert code == 75, text[-3000:]
     assert "not reached" not in text
+    assert "The script resumes from the newest checkpoint in 'saved' when it is run again." in text
     step = saved_step(text)
     assert [path.name for path in (tmp_path / "saved").iterdir()] == [f"step-{step:08d}"]

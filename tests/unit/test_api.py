@@ -138,7 +138,16 @@ def test_a_mistake_in_a_process_that_is_alone_is_one_line(tmp_path):
     assert last.startswith("hvdtrain: error: Trainer takes no option 'clip'."), done.stderr
     assert last.endswith("[train.py:3]")
     assert "Traceback" not in done.stderr
-    assert done.returncode == 1
+    assert done.returncode == 2
+
+
+def test_so_is_a_mistake_in_init(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import hvdtrain\nhvdtrain.init(parallel='tp=3')\n")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    (said,) = done.stderr.splitlines()
+    assert said.startswith("hvdtrain: error: parallel needs Horovod"), done.stderr
+    assert done.returncode == 2
 
 
 @pytest.mark.extended
@@ -151,7 +160,7 @@ def test_a_process_leaves_its_job_once():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "False 0\n", done.stderr
     assert "a process joins its job once" in done.stderr
-    assert done.returncode == 1
+    assert done.returncode == 2
 
 
 @pytest.mark.parametrize(
@@ -204,7 +213,9 @@ def test_a_second_init_that_asks_for_something_else_is_refused(session, argument
 def test_init_is_compared_with_the_options_of_the_command_line(session, monkeypatch):
     monkeypatch.setattr(session, "arguments", None)
     hvdtrain.init(backend="single")
-    with pytest.raises(ConfigError, match=r"arguments: threads=7 \(before: None\)\."):
+    with pytest.raises(ConfigError, match=r"that imports this module .* parallel='tp=2' .* Call it below `if __name__"):
+        hvdtrain.init(backend="single", parallel="tp=2")
+    with pytest.raises(ConfigError, match=r"init: threads=7 \(before: None\)\."):
         hvdtrain.init(backend="single", threads=7)
 
 

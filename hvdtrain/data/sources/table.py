@@ -159,8 +159,7 @@ def load(
         columns: names of the input columns, separated by commas; "": all others.
         categorical: names of numeric columns to treat as categorical, separated by commas.
         inputs: `dict` or `array`; `auto`: a dict where some columns are numeric and others categorical.
-        task: `classification` or `regression`; `auto`: texts and integers from 0 on are
-            classes.
+        task: `classification` or `regression`; `auto`: texts and integers from 0 on are classes.
         missing: value of a missing number; a missing category becomes 0. None refuses both.
         vocabulary: number of ids of a categorical column, for the most frequent texts, the rest being 0; 0: no limit.
         classes: number of classes; 0: one more than the highest label, or the number of texts.

@@ -12,6 +12,7 @@ from hvdtrain.backends.protocol import Backend, gather
 from hvdtrain.compat.keras import is_default_hook, last_compile, profiles_batches
 from hvdtrain.compat.tensorflow import compiled
 from hvdtrain.config.errors import ConfigError, opt
+from hvdtrain.config.registry import optional_package
 from hvdtrain.optim.averaging import averages_weights
 from hvdtrain.state.callbacks import callback_states, held_weights, restore_callbacks
 from hvdtrain.state.hashes import Holders, checksum
@@ -34,6 +35,8 @@ def check_callback(callback: Any) -> None:
         )
     if not isinstance(callback, _callbacks.Callback):
         raise ConfigError(f"callbacks must be keras.callbacks.Callback objects. Received: {callback!r}.")
+    if isinstance(callback, _callbacks.TensorBoard):
+        optional_package("tensorboard", "tensorboard", "keras.callbacks.TensorBoard")
 
 
 def refuse_saves_within_epochs(callbacks: Sequence[Any]) -> None:

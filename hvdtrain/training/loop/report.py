@@ -28,7 +28,7 @@ class FitResult:
     """Mean loss over the last epoch, NaN if none was trained; for a model's own `train_step`, the `loss` that it
     returned, if any.
     """
-    evaluations: list[EvaluationRecord]
+    evaluations: list[EvaluationRecord] = field(repr=False)
     """One per evaluated epoch."""
     samples_per_second: float
     """Median over the steady steps, over all ranks."""
@@ -37,9 +37,9 @@ class FitResult:
     wall_seconds: float
     data_wait: float = 0.0
     """Fraction of the steady steps' time that this rank waited for data."""
-    history: Mapping[str, list[Any]] = field(default_factory=dict)
+    history: Mapping[str, list[Any]] = field(default_factory=dict, repr=False)
     """Metrics of each epoch by name, as in Keras' History: numbers, or arrays such as one value per class."""
-    epoch: list[int] = field(default_factory=list)
+    epoch: list[int] = field(default_factory=list, repr=False)
     """Epochs of `history`, from 0."""
     skipped: int = 0
     """Skipped steps, whose gradients overflowed (mixed_float16)."""
