@@ -380,7 +380,7 @@ def _show_alone(
         show_interrupt(trace)
     elif show is sys.__excepthook__ and isinstance(error, UserError):
         code = show_alone(None, error)
-        if not hasattr(sys, "ps1"):  # a person goes on after it
+        if not (hasattr(sys, "ps1") or sys.flags.inspect):  # else a person goes on after it
             sys.exit(code)
     else:
         show(kind, error, trace)
