@@ -169,7 +169,7 @@ def unchanged(model: Any, graph: Any) -> Iterator[None]:
     weights = {id(unwrap(variable)) for variable in model.trainable_variables}
     held = [*model.non_trainable_variables, *(v for metric in metrics_of(model) for v in metric.variables)]
     changing = {id(unwrap(v)): unwrap(v) for v in [*held, *graph.variables] if id(unwrap(v)) not in weights}.values()
-    before = [np.asarray(variable) for variable in changing]
+    before = [variable.numpy() for variable in changing]  # a strategy's variables are no arrays
     yield
     for variable, value in zip(changing, before, strict=True):
         variable.assign(value)

@@ -57,16 +57,14 @@ OPTIMIZERS: Mapping[str, Callable[[], Any]] = {
     "ScheduleFreeAdamW": lambda: optimizers.ScheduleFreeAdamW(0.02, warmup_steps=2, weight_decay=0.01),
 }
 NO_OPTIMIZER = ("Optimizer",)
-WHOLE, OWN_CLIPPING = (
-    "looks at whole variables",
-    "with clipnorm or global_clipnorm, in place of which there is clip_norm",
-)
+WHOLE = "looks at whole variables"
 UNDER_ZERO: Mapping[str, str] = {
     **dict.fromkeys(("Adafactor", "Lamb", "MultiOptimizer", "Muon", "ScheduleFreeAdamW"), WHOLE),
-    **dict.fromkeys(("Adagrad", "Adam"), OWN_CLIPPING),
+    "Adagrad": f"(global_clipnorm=…), which {WHOLE}",
+    "Adam": f"(clipnorm=…), which {WHOLE}",
 }
 UNDER_SERVERS: Mapping[str, str] = {
-    "Adagrad": "with global_clipnorm: each server would clip by the norm of its own variables",
+    "Adagrad": "(global_clipnorm=…) does not go with update='async'",
     "LossScaleOptimizer": "each worker would have a scale of its own",
     "MultiOptimizer": "each server updates its own variables",
     "ScheduleFreeAdamW": "has slots for whole variables already",
