@@ -227,7 +227,8 @@ def check_callbacks_see_figures_over_all_replicas(world: World) -> None:
         assert flat_bytes(again.get_weights()) == flat_bytes(trainer.model.get_weights())
 
 
-@worlds("mirrored", "multi_worker_mirrored", extended=True)
+@worlds("mirrored")
+@worlds("multi_worker_mirrored", extended=True)
 def check_statistics_are_averaged_and_replicas_draw_differently(world: World) -> None:
     """With a rate of zero BatchNorm's statistics are the means of those of each replica's samples."""
 
