@@ -185,7 +185,7 @@ def _predict_parser() -> Parser:
     add("--top", type=positive, default=1, metavar="K", help="the K most probable classes (default: 1)")
     add("--probabilities", action="store_true", help="add the probability of every class")
     add("--batch-size", type=positive, default=64, metavar="N", help="samples per step on each rank (default: 64)")
-    skip = "raise (default), or skip:N: up to N unreadable samples get a line that says why"
+    skip = "raise (default), or skip:N: up to N unreadable images get a line that says why"
     add("--on-bad-record", default="raise", metavar="HOW", help=skip)
     return parser
 

@@ -113,7 +113,9 @@ class _Judge:
         if target.startswith(("horovod.", "hvdtrain.")):
             return self._of_h5(call) if call and target.endswith(".load_model") and not self._is_legacy else ""
         advice = "" if isinstance(chain, cst.Name) else self._missing(target)  # a name's import is judged
-        return advice or (self._of_call(target, call) if call else "")
+        if not call or (advice and "legacy" not in target.split(".")):
+            return advice
+        return " ".join(filter(None, [advice, self._of_call(target, call)]))
 
     def _missing(self, name: str) -> str:
         """Return advice if the installed TensorFlow or Keras lacks a name; else an empty string."""

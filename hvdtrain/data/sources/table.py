@@ -305,7 +305,7 @@ def check_present(table: Table, columns: Iterable[str], missing: float | None, *
     for name in columns:
         places = table.columns[name].missing()
         if len(places) and (missing is None or name == never):
-            fix = "" if name == never else " --data-args missing 0 would make it 0."
+            fix = "" if name == never else " Training with --data-args missing 0 makes it 0."
             raise DataError(f"{table.describe(int(places[0]))}: the column {name!r} has no value.{fix}")
 
 
