@@ -93,7 +93,8 @@ def test_missing_values_are_named_or_filled(tmp_path, value):
     text = TABLE.replace("2,0.5,blue", f"2,{value},blue").replace("green", value)
     path = table(tmp_path, text)
     arguments = {"target": "price", "columns": "size,colour"}
-    refused("csv", path, f"{path}, row 2: the column 'size' has no value. Training with --data-args missing 0", **arguments)
+    advice = "Training with --data-args missing 0 makes it 0."
+    refused("csv", path, f"{path}, row 2: the column 'size' has no value. {advice}", **arguments)
     only = {"target": "price", "columns": "colour"}
     refused("csv", path, f"{path}, row 4: the column 'colour' has no value.", **only)
     inputs, _ = arrays(load("csv", path, missing=-2, validation_path=str(path), **arguments).train)
