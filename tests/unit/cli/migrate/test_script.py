@@ -226,7 +226,7 @@ def test_the_environment_may_choose_keras_2_too(script):
     said = advice(path)
     assert len([line for line in said if line.startswith("tf_keras is for scripts with os.environ[")]) == 2
     (legacy,) = (line for line in said if "leave .legacy out" in line)
-    assert "the argument is called learning_rate. Keras 3 ignores decay" in legacy  # not after the first change alone
+    assert "lr: the argument is called learning_rate. decay: Keras 3 ignores" in legacy  # not one after the other
     path = script(OF_KERAS_2.format(setting="os.environ['TF_USE_LEGACY_KERAS'] = '0'"))
     assert advice(path, {"TF_USE_LEGACY_KERAS": "1"}) == said
 
