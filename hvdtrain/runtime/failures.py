@@ -21,7 +21,7 @@ from hvdtrain.runtime.control.channel import ControlChannel, end_process, flush_
 from hvdtrain.runtime.hang.position import HANG
 from hvdtrain.runtime.launchers import Environment
 from hvdtrain.runtime.logs import say
-from hvdtrain.runtime.stopping import EXIT_INTERRUPTED
+from hvdtrain.runtime.stopping import EXIT_INTERRUPTED, EXIT_REQUEUE
 
 EXIT_FAILURE = 1
 EXIT_USER_ERROR = 2
@@ -243,7 +243,8 @@ def show_failure(
     elif isinstance(error, UserError | ScriptExit) or limit_reached(error) is not None:
         place = _place_in_script(error) if wording is in_script else ""
         places = [place, here if rank > 0 or isinstance(error, ScriptExit) else ""]
-        line = f"hvdtrain: error: {text}" + (f" [{', '.join(filter(None, places))}]" if any(places) else "")
+        kind = "" if exit_code(error) == EXIT_REQUEUE else "error: "  # who asks for a new start has not failed
+        line = f"hvdtrain: {kind}{text}" + (f" [{', '.join(filter(None, places))}]" if any(places) else "")
     elif remark:
         line = f"{here} was {remark}:\n{text}"
     else:

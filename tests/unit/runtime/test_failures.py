@@ -138,6 +138,11 @@ def test_a_rank_of_which_nothing_is_heard_is_named_and_not_the_one_that_lost_it(
             [1, 3],
         ),
         (
+            [ScriptExit(75, "train.py:12"), UnknownError(COMPUTED_AT_ONCE)],
+            ["hvdtrain: The script called sys.exit(75) at train.py:12. [rank 0 (host0)]\n", ""],
+            [75, 1],
+        ),
+        (
             [ConfigError(f"{opt('batch', 7)} does not divide") for _ in range(3)],
             ["hvdtrain: error: batch=7 does not divide\n", "", ""],
             [2, 2, 2],
@@ -149,7 +154,7 @@ def test_a_rank_of_which_nothing_is_heard_is_named_and_not_the_one_that_lost_it(
         ),
         ([KeyboardInterrupt(), KeyboardInterrupt()], ["hvdtrain: interrupted\n", ""], [130, 130]),
     ],
-    ids=["sys.exit", "of all ranks", "of one rank", "Ctrl-C"],
+    ids=["sys.exit", "a new start", "of all ranks", "of one rank", "Ctrl-C"],
 )
 def test_mistakes_are_shown_once_and_have_their_codes(errors, shown, codes):
     assert fail(errors) == (shown, codes)
