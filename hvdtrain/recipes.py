@@ -194,6 +194,13 @@ def recipe(name: str) -> Config:
     return RECIPES[name]()
 
 
+def run_name(config: Config) -> str:
+    """Return what a run is called: its recipe, or its data where the default recipe was given others."""
+    if config.recipe != DEFAULT or config.data.data == RECIPES[DEFAULT]().data.data:
+        return config.recipe
+    return config.data.data.partition(":")[0].rpartition(".")[2]  # of PACKAGE.MODULE:ATTRIBUTE the module
+
+
 def describe(name: str) -> str:
     """Return the first line of a recipe's docstring."""
     return (RECIPES[name].__doc__ or "").strip().partition("\n")[0]

@@ -14,7 +14,7 @@ from hvdtrain.config.files import FilesRead, apply_values, digest, read_values
 from hvdtrain.config.parallel import DATA_AXES, parse_axes
 from hvdtrain.config.run import NAMED_WITH_ARGUMENTS, Config, without_foreign_arguments
 from hvdtrain.config.runtime import RuntimeConfig
-from hvdtrain.recipes import DEFAULT, RECIPES, describe, recipe
+from hvdtrain.recipes import DEFAULT, RECIPES, describe, recipe, run_name
 from hvdtrain.runs.folder import RunFolder, check_located, given_here, located, start_folder
 from hvdtrain.runtime.control.agreement import on_first
 from hvdtrain.runtime.mesh import Mesh, process_sets_of
@@ -213,7 +213,7 @@ def _folder(request: Request) -> tuple[str, str]:
     files = request.files
     if files.resumed is not None:
         return str(files.resumed), "yes"
-    path = files.run_dir or default_path(request.config.recipe)
+    path = files.run_dir or default_path(run_name(request.config))
     if files.resume == AUTO and RunFolder(path).config.is_file():
         _check_resume(opened(path, "--resume auto")[1], request.config, path)
         return str(path), "auto"

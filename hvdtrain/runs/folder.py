@@ -45,9 +45,9 @@ class RunFolder:
         """Loss and accuracy over steps."""
 
 
-def default_path(recipe: str) -> Path:
-    """Return an unused path for a new run of `recipe`."""
-    stem = f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
+def default_path(name: str) -> Path:
+    """Return an unused path for a new run that is called `name`."""
+    stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     candidates = [RUNS / stem, *(RUNS / f"{stem}-{number}" for number in range(2, 100))]
     return next(path for path in candidates if not path.exists())
 

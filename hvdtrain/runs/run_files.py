@@ -27,6 +27,7 @@ from hvdtrain.observability.summary import draft_of, write_json
 from hvdtrain.observability.tensorboard import TensorBoardWriter
 from hvdtrain.observability.wording import plural
 from hvdtrain.optim.schedules import describe_rate, scaled_learning_rate
+from hvdtrain.recipes import run_name
 from hvdtrain.runs.description import RunDescription, write_description
 from hvdtrain.runs.folder import RunFolder
 from hvdtrain.runtime.consequences import reason
@@ -95,7 +96,7 @@ def info_of(config: Config, data: TrainingData, plan: Plan, trainer: Trainer, fo
     """Return the facts about the run for its observers."""
     own = {"model": config.model.model, "data": config.data.data}
     words = [f"{name} {value}" for name, value in own.items() if is_user_code(value)]
-    words = words if len(words) == len(own) else [config.recipe, *words]
+    words = words if len(words) == len(own) else [run_name(config), *words]
     return replace(
         run_info(trainer.backend, state=trainer.state, options=trainer.options, data=data, plan=plan),
         recipe=", ".join(words),
@@ -203,7 +204,8 @@ def _write_end(folder: RunFolder, config: Config, trainer: Trainer, summary: dic
             model.save(draft)
             model.compiled = compiled
     if config.observability.plots and has_package("matplotlib", "curves.png", "plots") and folder.metrics.exists():
-        draw_curves(folder.metrics, folder.curves, title=_title(summary), staleness=summary.get("staleness"))
+        title = _title(run_name(config), summary)
+        draw_curves(folder.metrics, folder.curves, title=title, staleness=summary.get("staleness"))
     write_json(folder.summary, summary)
 
 
@@ -241,9 +243,9 @@ def summary_of_run(
     }
 
 
-def _title(summary: dict[str, Any]) -> str:
+def _title(name: str, summary: dict[str, Any]) -> str:
     size = summary["world_size"]
     # Without a launcher there is one process, which may hold several replicas.
     word = "replica" if summary["launcher"] == "none" and size > 1 else "rank"
     mesh = " x ".join(f"{axis} {ranks}" for axis, ranks in summary.get("mesh", {}).items())
-    return f"{summary['recipe']}, {plural(size, word)}" + (f" on a mesh of {mesh}" if mesh else "")
+    return f"{name}, {plural(size, word)}" + (f" on a mesh of {mesh}" if mesh else "")

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import keras
 import numpy as np
@@ -19,7 +20,7 @@ from hvdtrain.data.registry import load_splits
 from hvdtrain.data.sources.synthetic import BASE, drawn_rows, log_odds
 from hvdtrain.models.bert import IGNORED
 from hvdtrain.models.registry import build_model, model_family
-from hvdtrain.recipes import RECIPES, describe, recipe
+from hvdtrain.recipes import RECIPES, describe, recipe, run_name
 from tests.extended import mostly_extended
 
 
@@ -31,10 +32,19 @@ def drawn():
 # -- recipes --
 
 
+@pytest.mark.parametrize(
+    ("recipe_name", "data", "name"),
+    [("digits", "table", "table"), ("digits", "pets.data:load", "data"), ("mnist", "class_folders", "mnist")],
+)
+def test_a_run_of_the_default_recipe_is_called_by_its_own_data(recipe_name, data, name):
+    assert run_name(replace(recipe(recipe_name), data=DataConfig(data))) == name
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_names_what_there_is(name):
     config = recipe(name)
     assert config.recipe == name
+    assert run_name(config) == name
     model_family(config.model)
     if config.data.data in sources.SOURCES:
         load = resolve("dataset", config.data.data, sources.SOURCES)
