@@ -21,6 +21,7 @@ from hvdtrain.data.source import DataSplits
 from hvdtrain.data.sources.images import finish_of
 from hvdtrain.models.registry import model_family
 from hvdtrain.observability.summary import write_json
+from hvdtrain.recipes import run_name
 from hvdtrain.runs.description import RunDescription
 from hvdtrain.runs.folder import RunFolder
 from hvdtrain.runs.run_data import check_loaded, evaluation_of, left_out, loaded_splits
@@ -70,7 +71,7 @@ def evaluate(
     trainer.broadcast_state()
     outcome = trainer.evaluate_on(batches)
     figures = {
-        "recipe": config.recipe,
+        "recipe": run_name(config),
         "step": trainer.state.scalars.step,
         "world_size": world_size(backend),
         "checkpoint": checkpoint,

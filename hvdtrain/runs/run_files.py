@@ -219,7 +219,7 @@ def summary_of_run(
     """
     state, backend = trainer.state, trainer.backend
     return {
-        "recipe": config.recipe,
+        "recipe": run_name(config),
         "backend": backend.name,
         "world_size": world_size(backend),
         **({"roles": dict(backend.roles)} if backend.roles else {}),

@@ -61,10 +61,10 @@ class Table:
         return sum(self.counts)
 
     def describe(self, row: int) -> str:
-        """Return file and number of a row, which counts from 1 below the header."""
+        """Return file and number of a row, which counts from 0, as those of predictions."""
         for file, count in zip(self.files, self.counts, strict=True):
             if row < count:
-                return f"{file.name}, row {row + 1}"
+                return f"{file.name}, row {row}"
             row -= count
         raise IndexError(row)
 
@@ -102,7 +102,8 @@ def _column(name: str, parts: Sequence[Any], numeric: bool | None, table: Table)
         raise DataError(f"The column {name!r} of {table.files[0].name} holds {parts[0].type}, not a value.") from None
     texts = pc.utf8_trim_whitespace(texts)
     texts = pc.if_else(pc.is_in(pc.utf8_lower(texts), pa.array(MISSING)), None, texts)
-    if numeric is None:
+    known = numeric is not None
+    if not known:
         present = texts.drop_null().slice(0, 1).to_pylist()
         numeric = not present or _is_number(present[0])
     if not numeric:
@@ -114,10 +115,11 @@ def _column(name: str, parts: Sequence[Any], numeric: bool | None, table: Table)
     except pa.ArrowInvalid:
         given = texts.to_pylist()
         row = next(place for place, text in enumerate(given) if text is not None and not _is_number(text))
-        raise DataError(
-            f"{table.describe(row)}: {given[row]!r} in the column {name!r} is not a number, as its first value is. For "
-            f"a column of categories give --data-args categorical {name}."
-        ) from None
+        advice = f"as its first value is. For a column of categories give --data-args categorical {name}."
+        if known:
+            advice = "as those are that the model was trained on."
+        problem = f"{given[row]!r} in the column {name!r} is not a number"
+        raise DataError(f"{table.describe(row)}: {problem}, {advice}") from None
 
 
 def _holds_numbers(kind: Any) -> bool:

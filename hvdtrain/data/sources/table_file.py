@@ -128,7 +128,7 @@ class TableFile:
                     raise
         (row,) = malformed
         raise DataError(
-            f"{self.name}, row {row.number - 1}: it has {row.actual_columns} values; the header names "
+            f"{self.name}, row {row.number - 2}: it has {row.actual_columns} values; the header names "
             f"{row.expected_columns}."
         )
 
@@ -148,9 +148,8 @@ class TableFile:
         except (DataError, csv.Error) as error:
             raise error if isinstance(error, DataError) else DataError(f"{self.name} is damaged: {error}.") from None
         except ValueError as error:  # pyarrow.ArrowInvalid
-            # pyarrow counts rows of JSON from 0, and the header of a CSV file as the first one.
-            text = re.sub(r"in row (\d+)", lambda row: f"in row {int(row[1]) + 1}", str(error).splitlines()[0])
-            text = re.sub(r"Row #(\d+)", lambda row: f"row {int(row[1]) - 1}", text)
+            # pyarrow counts rows of JSON from 0, and the header of a CSV file as row 1.
+            text = re.sub(r"Row #(\d+)", lambda row: f"row {int(row[1]) - 2}", str(error).splitlines()[0])
             raise DataError(f"{self.name} is damaged, or not what its name says: {text.rstrip('.')}.") from None
         except OSError as error:
             raise DataError(f"{self.name} cannot be read: {error.strerror or error}.") from None

@@ -185,9 +185,9 @@ def test_tables_are_described_and_other_rows_encoded_likewise(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "arguments", "error", "answer"),
     [
-        ("city,size,kind\nrome,1,z\n", {}, DataError, "o.csv, row 1: the label 'z' is not among those trained on"),
+        ("city,size,kind\nrome,1,z\n", {}, DataError, "o.csv, row 0: the label 'z' is not among those trained on"),
         ("city,kind\nrome,x\n", {}, DataError, "has no column 'size'"),
-        ("city,size,kind\nrome,?,x\n", {}, DataError, "row 1: the column 'size' has no value"),
+        ("city,size,kind\nrome,?,x\n", {}, DataError, "row 0: the column 'size' has no value"),
         ("city,size,kind\nrome,1,x\n", {"target": "city"}, ConfigError, "The run's target is 'kind'"),
     ],
 )

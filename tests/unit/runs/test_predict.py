@@ -217,9 +217,14 @@ def test_several_inputs_are_matched_by_name(tmp_path):
         (["-"], b" \n", TABLE, "nothing on standard input. A launcher"),
         (["-"], b"\xff\xfe", TABLE, "standard input is damaged, or not what its name says: .utf-8. codec"),
         (["-"], b'{"city": 1}\n', TABLE, "standard input has no column 'size'"),
-        (["-"], b'{"city": 1, "size": 1}\n[3]\n', TABLE, "changed from object to array in row 2"),
-        (["-"], b'{"city": 1, "size": 1}\n{\n', TABLE, "standard input is damaged.*in row 2"),
-        (["-"], b"city,size\nrome,many\n", TABLE, "'many' in the column 'size' is not a number"),
+        (["-"], b'{"city": 1, "size": 1}\n[3]\n', TABLE, "changed from object to array in row 1"),
+        (["-"], b'{"city": 1, "size": 1}\n{\n', TABLE, "standard input is damaged.*in row 1"),
+        (
+            ["-"],
+            b"city,size\nrome,many\n",
+            TABLE,
+            "row 0: 'many' .* is not a number, as those are that the",
+        ),
         (
             ["-"],
             npz(x=np.ones((5, 2))),

@@ -94,16 +94,16 @@ def test_missing_values_are_named_or_filled(tmp_path, value):
     path = table(tmp_path, text)
     arguments = {"target": "price", "columns": "size,colour"}
     advice = "Training with --data-args missing 0 makes it 0."
-    refused("csv", path, f"{path}, row 2: the column 'size' has no value. {advice}", **arguments)
+    refused("csv", path, f"{path}, row 1: the column 'size' has no value. {advice}", **arguments)
     only = {"target": "price", "columns": "colour"}
-    refused("csv", path, f"{path}, row 4: the column 'colour' has no value.", **only)
+    refused("csv", path, f"{path}, row 3: the column 'colour' has no value.", **only)
     inputs, _ = arrays(load("csv", path, missing=-2, validation_path=str(path), **arguments).train)
     assert inputs["numeric"].ravel().tolist() == [2.5, -2, 1.5, 3.5]
     assert inputs["categorical"].ravel().tolist() == [1, 2, 1, 0]
     refused(
         "csv",
         table(tmp_path, TABLE.replace("red,4,0", f"red,4,{value}")),
-        "row 3: the column 'price' has no value.",
+        "row 2: the column 'price' has no value.",
         missing=0,
         **arguments,
     )
@@ -111,7 +111,7 @@ def test_missing_values_are_named_or_filled(tmp_path, value):
 
 def test_a_text_after_numbers_is_named_with_its_row(tmp_path):
     path = table(tmp_path, TABLE.replace("1.5", "1,5").replace("3,1,5,red,4,0", '3,"1,5",red,4,0'))
-    refused("csv", path, f"{path}, row 3: '1,5' in the column 'size' is not a number", target="price")
+    refused("csv", path, f"{path}, row 2: '1,5' in the column 'size' is not a number", target="price")
     refused("csv", path, "give --data-args categorical size", target="price")
     assert load("csv", path, target="price", categorical="size", validation=1).train.size == 3
 
@@ -119,7 +119,7 @@ def test_a_text_after_numbers_is_named_with_its_row(tmp_path):
 def test_values_may_hold_delimiters_and_lines(tmp_path):
     text = 'name;y\n"a;b";0\n"c\nd";1\n\n"e ""f""";x\n'
     path = table(tmp_path, "\ufeff" + text)
-    refused("csv", path, f"{path}, row 3: 'x' in the column 'y' is not a number", target="y", delimiter=";")
+    refused("csv", path, f"{path}, row 2: 'x' in the column 'y' is not a number", target="y", delimiter=";")
     splits = load("csv", table(tmp_path, text.replace("x", "1")), target="y", delimiter=";", validation=1)
     assert (splits.train.size, splits.validation.size) == (2, 1)
     tabs = table(tmp_path, TABLE.replace(",", "\t"))
@@ -132,9 +132,9 @@ def test_values_may_hold_delimiters_and_lines(tmp_path):
         ("", "is empty: it needs a line with the names of its columns."),
         ("x,y\n", "has no rows below its header."),
         ("x,y,x\n1,2,3\n", "has two columns 'x'."),
-        ("x,y\n1,2\n1\n", "row 2: it has 1 values; the header names 2."),
-        ("x,y\n1,2,3\n", "row 1: it has 3 values; the header names 2."),
-        ("x,y\n1,-1\n2,0\n", "row 1: the label -1 is not one of 1 classes, which count from 0."),
+        ("x,y\n1,2\n1\n", "row 1: it has 1 values; the header names 2."),
+        ("x,y\n1,2,3\n", "row 0: it has 3 values; the header names 2."),
+        ("x,y\n1,-1\n2,0\n", "row 0: the label -1 is not one of 1 classes, which count from 0."),
     ],
 )
 def test_tables_that_cannot_be_read_are_named(tmp_path, text, cause):
@@ -145,7 +145,7 @@ def test_tables_that_cannot_be_read_are_named(tmp_path, text, cause):
 
 def test_files_that_are_no_text_are_refused(tmp_path):
     (tmp_path / "a.csv").write_bytes(b"x,y\n1,\xff\n")
-    refused("csv", tmp_path / "a.csv", "row 1: CSV conversion error to string: invalid UTF8 data", target="y")
+    refused("csv", tmp_path / "a.csv", "row 0: CSV conversion error to string: invalid UTF8 data", target="y")
     (tmp_path / "c.csv").write_bytes(b"x,\xff\n1,2\n")
     refused("csv", tmp_path / "c.csv", "c.csv is damaged, or not what its name says: 'utf-8' codec", target="x")
     (tmp_path / "b.csv").mkdir()
@@ -167,8 +167,8 @@ def test_files_that_are_no_text_are_refused(tmp_path):
         ({"target": "price", "validation": 1, "validation_path": "x"}, ConfigError, "give one of both"),
         ({"target": "colour", "task": "regression"}, ConfigError, "is not a number: it cannot be regressed"),
         ({"target": "size", "classes": 3}, ConfigError, "is not a label: leave out classes"),
-        ({"target": "size", "task": "classification"}, DataError, "row 1: label 2.5 is not an integer"),
-        ({"target": "price", "classes": 3}, DataError, "row 1: the label 3 is not one of 3 classes"),
+        ({"target": "size", "task": "classification"}, DataError, "row 0: label 2.5 is not an integer"),
+        ({"target": "price", "classes": 3}, DataError, "row 0: the label 3 is not one of 3 classes"),
         ({"target": "price", "validation": 4}, DataError, "4 cannot be held out"),
     ],
 )
@@ -180,7 +180,7 @@ def test_a_file_for_validation_must_fit_the_first(tmp_path):
     first = table(tmp_path)
     for text, cause in {
         "size,price\n1,2\n": "has no column 'colour'. It has: size, price.",
-        TABLE.replace("0.5", "half"): "row 2: 'half' in the column 'size' is not a number",
+        TABLE.replace("0.5", "half"): "row 1: 'half' in the column 'size' is not a number",
     }.items():
         held = table(tmp_path, text, "b.csv")
         refused("csv", first, f"{held}", target="price", columns="size,colour", validation_path=str(held))
@@ -189,7 +189,7 @@ def test_a_file_for_validation_must_fit_the_first(tmp_path):
     refused(
         "csv",
         first,
-        f"{held}, row 4: the label 'purple' is not among those trained on: ",
+        f"{held}, row 3: the label 'purple' is not among those trained on: ",
         target="colour",
         validation_path=str(held),
     )
