@@ -217,9 +217,23 @@ class _Judge:
         if name in keras2.METHODS:
             is_layers = name == "reset_states" and any(".layers." in each for each in self._script.made_by(chain.value))
             return "" if is_layers else keras2.METHODS[name]
+        if name == "fit" and "steps_per_epoch" in named and (images := self._flow(call)):
+            return (
+                f"Keras 3 cuts short the epoch in which {images} ends, where Keras 2 began it anew: pass "
+                f"(batch for batch in {images})."
+            )
         if name == "add_weight" and any(isinstance(arg, cst.SimpleString) for arg in positional_arguments(call)[:1]):
             return "Keras 3 takes the name by keyword: add_weight(name=..., shape=...)."
         return _of_keywords(keras2.KEYWORDS.get(name, {}), named) or self._of_file(name, chain.value, call)
+
+    def _flow(self, call: cst.Call) -> str:
+        """Return what the script calls the images of an `ImageDataGenerator` that it gives `fit`; else nothing."""
+        keyword = [arg.value for arg in call.args if arg.keyword and arg.keyword.value == "x"]
+        for data in positional_arguments(call)[:1] or keyword:
+            for value in self._script.values(data) or [data]:
+                if isinstance(value, cst.Call) and name_of(value.func) in keras2.FLOWS:
+                    return text_of(data) if isinstance(data, cst.Name) else f"{name_of(value.func)}(...)"
+        return ""
 
     def _optimizer_kind(self, owner: cst.BaseExpression) -> str:
         """Return "wrapped" or "plain" for what is, or by its name seems to be, an optimizer of Keras; else nothing."""

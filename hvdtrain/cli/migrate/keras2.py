@@ -25,6 +25,8 @@ FILES = {
 }
 """Endings of file names that methods take, and advice on others."""
 LOAD_H5 = "Keras 3 does not read every .h5 file of Keras 2 (losses by name, Lambda layers): save and load .keras."
+FLOWS = ("flow", "flow_from_directory", "flow_from_dataframe")
+"""Methods of `ImageDataGenerator`, which give a Keras 2 script batches without end."""
 GONE_METHODS = {
     "predict_classes": "Keras has it no more: model.predict(x).argmax(-1), or (model.predict(x) > 0.5).",
     "to_yaml": "Keras has it no more: model.to_json.",

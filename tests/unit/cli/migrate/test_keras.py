@@ -259,6 +259,37 @@ def test_models_of_keras_2_and_lambda_layers_do_not_load(tmp_path, monkeypatch):
         keras.models.load_model("m.keras")
 
 
+def test_images_of_a_generator_do_not_end_with_what_doctor_says(tmp_path):
+    lines = (
+        "g = tf.keras.preprocessing.image.ImageDataGenerator()\nimages = g.flow(np.ones((20, 2, 2, 1)), batch_size=4)\n"
+    )
+    said = advice(tmp_path, f"{lines}model.fit(images, steps_per_epoch=3)")
+    problem = "Keras 3 cuts short the epoch in which images ends, where Keras 2 began it anew"
+    assert said == [f"{problem}: pass (batch for batch in images)."]
+    for data in ("g.flow_from_directory('train')", "x=g.flow(np.ones((20, 2, 2, 1)))"):
+        assert "pass (batch for batch in flow" in advice(tmp_path, f"{lines}model.fit({data}, steps_per_epoch=3)")[0]
+    for line in ("model.fit(images)", "model.fit((batch for batch in images), steps_per_epoch=3)"):
+        assert advice(tmp_path, lines + line) == []
+
+    steps = []
+    count = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: steps.append(0),
+        on_train_batch_end=lambda batch, logs: steps.append(steps.pop() + 1),
+    )
+    inner = [keras.Input((2, 2, 1)), keras.layers.Flatten(), keras.layers.Dense(1)]
+    model = keras.Sequential(inner)
+    model.compile(keras.optimizers.SGD(0.0), "mse")
+    images = keras.src.legacy.preprocessing.image.ImageDataGenerator().flow(
+        np.ones((20, 2, 2, 1)), np.ones(20), batch_size=4
+    )
+    with pytest.warns(UserWarning, match="ran out of data"):
+        model.fit(images, steps_per_epoch=3, epochs=3, verbose=0, callbacks=[count])
+    assert steps == [3, 2, 3]
+    steps.clear()
+    model.fit((batch for batch in images), steps_per_epoch=3, epochs=3, verbose=0, callbacks=[count])
+    assert steps == [3, 3, 3]
+
+
 def test_a_wrapped_optimizer_has_what_doctor_says(tmp_path):
     """hvd.DistributedOptimizer gives Keras 3's optimizers most of what Keras 2's had."""
     import hvdtrain.horovod as hvd
