@@ -23,7 +23,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--folder", type=Path, default=Path("images"))
 parser.add_argument("--checkpoints", type=Path, default=Path("checkpoints"))
 parser.add_argument("--epochs", type=int, default=5)
-parser.add_argument("--batch", type=int, default=60, help="images of a step, over all ranks")
+parser.add_argument("--batch", type=int, default=64, help="images of a step, over all ranks")
 parser.add_argument("--size", type=int, default=16, help="pixels of a side")
 args = parser.parse_args()
 
