@@ -150,11 +150,11 @@ def described(rules: Iterable[Rule]) -> str:
     """Return rules as sentences for help and documentation, with options encoded by `opt`."""
     sentences = []
     for rule in rules:
-        values = "".join(f"`{value}`: " for value in rule.when)
+        values = ", ".join(f"`{value}`" for value in rule.when)
         verb = {"needs": "needs", "applies_to": "only with", "excludes": "not with"}[rule.kind]
         others = (", " if rule.kind == "excludes" else " or ").join(map(_title, rule.others))
         text = rule.why if rule.holds else f"{verb} {others}{f' ({rule.why})' if rule.why else ''}"
-        sentences.append(f"{values}{text if values else text[0].upper() + text[1:]}.")
+        sentences.append(f"{f'{values}: {text}' if values else text[0].upper() + text[1:]}.")
     return " ".join(sentences)
 
 

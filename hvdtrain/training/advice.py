@@ -143,7 +143,7 @@ def crowded(ranks: int, cores: int) -> list[str]:
         return []
     return [
         f"note: {plural(ranks, 'rank')} take turns on {plural(cores, 'core')} of this machine: use at most as many "
-        "ranks as cores, but to try things out."
+        "ranks as cores, except to try things out."
     ]
 
 

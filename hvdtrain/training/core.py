@@ -274,6 +274,7 @@ class TrainerCore:
     ) -> FitResult:
         """Train from a state that is equal on every rank."""
         begin = time.perf_counter()
+        self._factory.microbatch_length(data.batch, self.rule.slices)  # refused before anything is said of the run
         info = info or run_info(self.backend, state=self.state, options=self.options, data=data, plan=plan)
         notes = [*getattr(data, "notes", ()), *self._factory.warnings]
         if isinstance(data, SourceTraining) and data.batch > data.source.size:

@@ -249,12 +249,18 @@ def with_class_weights(data: Any, class_weight: Mapping[int, float] | None) -> A
     """
     if class_weight is None:
         return data
-    negative = next((label for label in class_weight if int(label) < 0), None)
+    try:
+        weights = {int(label): float(weight) for label, weight in class_weight.items()}
+    except (AttributeError, TypeError, ValueError):
+        raise ConfigError(
+            f"class_weight gives labels their weights, as {{0: 1.0, 1: 4.5}} does. Received: {class_weight!r}."
+        ) from None
+    negative = next((label for label in weights if label < 0), None)
     if negative is not None:
         raise ConfigError(f"class_weight counts labels from 0. Received: {negative}.")
-    table = np.ones(1 + max(int(label) for label in class_weight), np.float32)
-    for label, weight in class_weight.items():
-        table[int(label)] = weight
+    table = np.ones(1 + max(weights, default=0), np.float32)
+    for label, weight in weights.items():
+        table[label] = weight
     if isinstance(data, tf.data.Dataset) or is_stream(data):
         return WeightedBatches(data, lambda *elements: _weighted(elements, table))
     elements = as_source(data).elements

@@ -146,4 +146,5 @@ def _line(detail: Any) -> str:
     cause = detail.get("ctx", {}).get("error")
     if isinstance(cause, ConfigError):
         return cause.message
-    return f"{name}: {detail['msg']}. Received: {detail['input']!r}."
+    problem = f": {detail['msg']}".replace(": Input should", " should")
+    return f"{name}{problem}. Received: {detail['input']!r}."

@@ -86,7 +86,8 @@ class PipelineStepFactory(KerasStepFactory):
         assert isinstance(evaluator, PipelinedEvaluator)
         check_sums(self._model, lambda: evaluator.step_on(batch))
 
-    def _microbatch_length(self, batch: int, slices: int) -> int:
+    def microbatch_length(self, batch: int, slices: int) -> int:
+        """Return the samples per microbatch. Raises ConfigError if they are not whole."""
         uneven = self._backend.capabilities.uneven
         return per_microbatch(batch, slices, self._options.accumulate, uneven=uneven)
 

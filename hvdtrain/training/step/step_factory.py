@@ -163,7 +163,7 @@ class KerasStepFactory:
                 f"{type(self._model).__name__} {self._model.name!r} has no trainable variables, for which "
                 f"options of the step can do nothing: leave out {', '.join(self._options.chosen())}."
             )
-        length = self._microbatch_length(batch, rule.slices)
+        length = self.microbatch_length(batch, rule.slices)
         if self._composition != state.composition:
             # Made for other variables or slots: layers were frozen or unfrozen since.
             self._known.clear()
@@ -245,8 +245,8 @@ class KerasStepFactory:
                 ranks=self._backend.axes["cp"],
             )
 
-    def _microbatch_length(self, batch: int, slices: int) -> int | None:
-        """Return the samples per microbatch; None without accumulation."""
+    def microbatch_length(self, batch: int, slices: int) -> int | None:
+        """Return the samples per microbatch; None without accumulation. Raises ConfigError if they are not whole."""
         accumulate, uneven = self._options.accumulate, self._backend.capabilities.uneven
         return per_microbatch(batch, slices, accumulate, uneven=uneven) if accumulate > 1 else None
 

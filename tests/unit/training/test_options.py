@@ -1,5 +1,6 @@
 """Options of the training step: each wrong one is refused before anything is trained."""
 
+import re
 import subprocess
 import sys
 from typing import get_type_hints
@@ -123,12 +124,12 @@ class OwnStepOfNorms(OwnStepTwice):
         ({"optimizer": LossScaleOptimizer(keras.optimizers.SGD(gradient_accumulation_steps=2))}, "accumulate=K"),
         ({"optimizer": DistributedOptimizer(keras.optimizers.SGD())}, "Trainer exchanges gradients, and Distributed"),
         ({"model": recomputing, "jit": True}, "jit does not go with Recompute 'recompute.*': XLA merges the second"),
-        ({"precision": "float16"}, "precision: Input should be 'float32', 'mixed_float16' or 'mixed_bfloat16'"),
-        ({"jit": "perhaps"}, "jit: Input should be a valid boolean"),
-        ({"sparse_gradients": "x"}, "sparse_gradients: Input should be 'auto', 'gather' or 'dense'. Received: 'x'."),
-        ({"accumulate": 2.5}, "accumulate: Input should be a valid integer"),
-        ({"clip_norm": "much"}, "clip_norm: Input should be a valid number"),
-        ({"reduce_op": "mean"}, "reduce_op: Input should be 'average', 'sum' or 'adasum'. Received: 'mean'."),
+        ({"precision": "float16"}, "precision should be 'float32', 'mixed_float16' or 'mixed_bfloat16'"),
+        ({"jit": "perhaps"}, "jit should be a valid boolean"),
+        ({"sparse_gradients": "x"}, "sparse_gradients should be 'auto', 'gather' or 'dense'. Received: 'x'."),
+        ({"accumulate": 2.5}, "accumulate should be a valid integer"),
+        ({"clip_norm": "much"}, "clip_norm should be a valid number"),
+        ({"reduce_op": "mean"}, "reduce_op should be 'average', 'sum' or 'adasum'. Received: 'mean'."),
         ({"outer_optimizer": "slowmo"}, "outer_optimizer='slowmo' has no effect without local_steps"),
         ({"local_steps": 2, "outer_momentum": 0.5}, "outer_momentum=0.5 has no effect without outer_optimizer"),
         ({"local_after": 2}, "local_after=2 has no effect without local_steps"),
@@ -160,7 +161,7 @@ class OwnStepOfNorms(OwnStepTwice):
         ({"update": "easgd", "elasticity": 1.5}, "elasticity"),
         ({"record": "order.json"}, "record='order.json' has no effect without update"),
         ({"replay": "order.json"}, "replay='order.json' has no effect without update"),
-        ({"compression": "int8"}, "compression: Input should be 'none', 'fp16' or 'bf16'. Received: 'int8'."),
+        ({"compression": "int8"}, "compression should be 'none', 'fp16' or 'bf16'. Received: 'int8'."),
     ],
 )
 def test_what_cannot_work_is_refused(options, said):
@@ -228,7 +229,11 @@ def test_a_microbatch_is_the_batch_by_ranks_and_pieces(batch, replicas, accumula
     assert per_microbatch(batch, replicas, accumulate) == samples
 
 
-def test_a_microbatch_must_divide():
+def test_a_microbatch_must_divide(capsys):
+    with pytest.raises(ConfigError, match="do not divide into 3 microbatches"):
+        trainer(accumulate=3).fit((X, Y), batch=16)
+    shown = capsys.readouterr()
+    assert shown.out == shown.err == "", "a run that does not begin is not announced"
     with pytest.raises(ConfigError, match=r"The 32 samples .* 64 do not divide into 3 .*batch=60 or batch=66"):
         per_microbatch(64, 2, 3)
 
@@ -702,6 +707,9 @@ def test_class_weights_need_labels():
         Trainer(two_heads(), "sgd", "mse").fit((X, {"a": Y, "b": Y}), batch=8, class_weight={0: 1.0}, verbose=False)
     with pytest.raises(ConfigError, match=r"class_weight counts labels from 0\. Received: -1\."):
         trainer().fit((X, Y), batch=8, class_weight={-1: 2.0}, verbose=False)
+    for unusable in ("balanced", {"cat": 2.0}, {0: "much"}, [1.0, 4.5]):
+        with pytest.raises(ConfigError, match=rf"{{0: 1\.0, 1: 4\.5}} does\. Received: {re.escape(repr(unusable))}"):
+            trainer().fit((X, Y), batch=8, class_weight=unusable, verbose=False)
     with pytest.raises(ConfigError, match="class_weight needs labels or one-hot targets"):
         trainer().fit((X, X[:, 0]), batch=8, class_weight={0: 1.0}, verbose=False)
 
