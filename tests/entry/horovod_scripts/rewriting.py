@@ -22,6 +22,7 @@ CHANGES: dict[str, dict[str, list[tuple[str, str]]]] = {
             VARIABLES,
             METRICS,
         ],
+        "keras_imagenet_resnet50.py": [("    train_iter,\n", "    (batch for batch in train_iter),\n")],
         "own_train_step.py": [("tf.keras.optimizers.legacy.Adam", "tf.keras.optimizers.Adam")],
         "unet.py": [VARIABLES, METRICS],
     },
