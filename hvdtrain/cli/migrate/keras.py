@@ -216,18 +216,25 @@ class _Judge:
             return ""
         if name in keras2.METHODS:
             is_layers = name == "reset_states" and any(".layers." in each for each in self._script.made_by(chain.value))
-            return "" if is_layers else keras2.METHODS[name]
-        if name == "fit" and "steps_per_epoch" in named and (images := self._flow(call)):
-            return (
-                f"Keras 3 cuts short the epoch in which {images} ends, where Keras 2 began it anew: pass "
-                f"(batch for batch in {images})."
-            )
+            return "" if is_layers else f"{keras2.METHODS[name]} {self._of_images(name, call)}".rstrip()
         if name == "add_weight" and any(isinstance(arg, cst.SimpleString) for arg in positional_arguments(call)[:1]):
             return "Keras 3 takes the name by keyword: add_weight(name=..., shape=...)."
-        return _of_keywords(keras2.KEYWORDS.get(name, {}), named) or self._of_file(name, chain.value, call)
+        keywords = _of_keywords(keras2.KEYWORDS.get(name, {}), named)
+        return f"{keywords} {self._of_images(name, call)}".strip() or self._of_file(name, chain.value, call)
 
-    def _flow(self, call: cst.Call) -> str:
-        """Return what the script calls the images of an `ImageDataGenerator` that it gives `fit`; else nothing."""
+    def _of_images(self, method: str, call: cst.Call) -> str:
+        """Return advice on `fit` with so many steps of the images of an `ImageDataGenerator`."""
+        is_bounded = method == "fit_generator" or (method == "fit" and "steps_per_epoch" in named_arguments(call))
+        images = self._images(call) if is_bounded else ""
+        if not images:
+            return ""
+        return (
+            f"Keras 3 cuts short the epoch in which {images} ends, where Keras 2 began it anew: pass "
+            f"(batch for batch in {images})."
+        )
+
+    def _images(self, call: cst.Call) -> str:
+        """Return what the script calls the images of an `ImageDataGenerator` that a call is given; else nothing."""
         keyword = [arg.value for arg in call.args if arg.keyword and arg.keyword.value == "x"]
         for data in positional_arguments(call)[:1] or keyword:
             for value in self._script.values(data) or [data]:

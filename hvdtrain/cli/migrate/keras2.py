@@ -5,9 +5,9 @@ what cannot be seen there: members of objects, arguments behind `**kwargs`, file
 """
 
 METHODS = {
-    "fit_generator": "Keras 3 has model.fit only, which takes generators too.",
-    "evaluate_generator": "Keras 3 has model.evaluate only, which takes generators too.",
-    "predict_generator": "Keras 3 has model.predict only, which takes generators too.",
+    "fit_generator": "Keras 3 has model.fit only: fit(generator, steps_per_epoch=...), without workers etc.",
+    "evaluate_generator": "Keras 3 has model.evaluate only: evaluate(generator, steps=...), without workers etc.",
+    "predict_generator": "Keras 3 has model.predict only: predict(generator, steps=...), without workers etc.",
     "add_metric": "Keras 3 has no add_metric: pass metrics to model.compile, or update one in call.",
     "reset_states": "Keras 3 calls it reset_state, of metrics and of each stateful layer.",
 }
@@ -57,6 +57,10 @@ REFUSED_BY_WRAPPED = {
 }
 """Members that optimizers from `hvd.DistributedOptimizer` lack, too."""
 
+_OF_READING = {
+    name: f"leave {name} out: Keras 3 has it in keras.utils.PyDataset."
+    for name in ("workers", "use_multiprocessing", "max_queue_size")
+}
 KEYWORDS = {
     "compile": {
         "experimental_run_tf_function": "leave experimental_run_tf_function out: Keras 3 does not know it.",
@@ -64,12 +68,9 @@ KEYWORDS = {
         "sample_weight_mode": "leave sample_weight_mode out: Keras 3 does not know it.",
         "target_tensors": "leave target_tensors out: Keras 3 does not know it.",
     },
-    "fit": {
-        "workers": "Keras 3 has workers, use_multiprocessing and max_queue_size in keras.utils.PyDataset, not in fit.",
-        "use_multiprocessing": "Keras 3 has it in keras.utils.PyDataset, not in fit.",
-        "max_queue_size": "Keras 3 has it in keras.utils.PyDataset, not in fit.",
-        "nb_epoch": "the argument is called epochs.",
-    },
+    "fit": {**_OF_READING, "nb_epoch": "the argument is called epochs."},
+    "evaluate": _OF_READING,
+    "predict": _OF_READING,
     "train_on_batch": {"reset_metrics": "leave reset_metrics out: call model.reset_metrics()."},
 }
 """Keyword arguments of methods that Keras 3 lacks."""

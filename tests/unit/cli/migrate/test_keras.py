@@ -91,6 +91,8 @@ model.fit(np.ones((4, 2)), workers=1)
 model.fit(np.ones((4, 2)), use_multiprocessing=True)
 model.fit(np.ones((4, 2)), max_queue_size=1)
 model.fit(np.ones((4, 2)), nb_epoch=1)
+model.evaluate(np.ones((4, 2)), workers=1)
+model.predict(np.ones((4, 2)), use_multiprocessing=True)
 model.train_on_batch(np.ones((4, 2)), reset_metrics=False)
 model.fit_generator([])
 model.evaluate_generator([])
@@ -268,6 +270,10 @@ def test_images_of_a_generator_do_not_end_with_what_doctor_says(tmp_path):
     assert said == [f"{problem}: pass (batch for batch in images)."]
     for data in ("g.flow_from_directory('train')", "x=g.flow(np.ones((20, 2, 2, 1)))"):
         assert "pass (batch for batch in flow" in advice(tmp_path, f"{lines}model.fit({data}, steps_per_epoch=3)")[0]
+    for line in ("model.fit(images, steps_per_epoch=3, workers=4)", "model.fit_generator(images, 3)"):
+        (said,) = advice(tmp_path, lines + line)
+        assert problem in said
+        assert ("PyDataset" if "workers" in line else "fit(generator, steps_per_epoch=...)") in said
     for line in ("model.fit(images)", "model.fit((batch for batch in images), steps_per_epoch=3)"):
         assert advice(tmp_path, lines + line) == []
 
