@@ -204,8 +204,7 @@ def _write_end(folder: RunFolder, config: Config, trainer: Trainer, summary: dic
             model.save(draft)
             model.compiled = compiled
     if config.observability.plots and has_package("matplotlib", "curves.png", "plots") and folder.metrics.exists():
-        title = _title(run_name(config), summary)
-        draw_curves(folder.metrics, folder.curves, title=title, staleness=summary.get("staleness"))
+        draw_curves(folder.metrics, folder.curves, title=_title(summary), staleness=summary.get("staleness"))
     write_json(folder.summary, summary)
 
 
@@ -243,9 +242,9 @@ def summary_of_run(
     }
 
 
-def _title(name: str, summary: dict[str, Any]) -> str:
+def _title(summary: dict[str, Any]) -> str:
     size = summary["world_size"]
     # Without a launcher there is one process, which may hold several replicas.
     word = "replica" if summary["launcher"] == "none" and size > 1 else "rank"
     mesh = " x ".join(f"{axis} {ranks}" for axis, ranks in summary.get("mesh", {}).items())
-    return f"{name}, {plural(size, word)}" + (f" on a mesh of {mesh}" if mesh else "")
+    return f"{summary['recipe']}, {plural(size, word)}" + (f" on a mesh of {mesh}" if mesh else "")

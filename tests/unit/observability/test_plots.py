@@ -81,6 +81,6 @@ def test_a_file_that_is_no_metrics_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_title_names_the_mesh_of_a_split_model():
-    summary = {"world_size": 4, "launcher": "mpirun"}
-    assert _title("gpt_char", summary) == "gpt_char, 4 ranks"
-    assert _title("gpt_char", {**summary, "mesh": {"pp": 2, "tp": 2}}) == "gpt_char, 4 ranks on a mesh of pp 2 x tp 2"
+    summary = {"recipe": "gpt_char", "world_size": 4, "launcher": "mpirun"}
+    assert _title(summary) == "gpt_char, 4 ranks"
+    assert _title({**summary, "mesh": {"pp": 2, "tp": 2}}) == "gpt_char, 4 ranks on a mesh of pp 2 x tp 2"
