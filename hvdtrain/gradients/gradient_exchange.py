@@ -85,7 +85,7 @@ class GradientExchange:
 
     def is_local(self, source: Any) -> bool:
         """Return whether the gradient of `source` stays local."""
-        return _is_variable(source) and id(unwrap(source)) in self.local
+        return is_variable(source) and id(unwrap(source)) in self.local
 
     def reduce(
         self,
@@ -183,7 +183,7 @@ class GradientExchange:
     def _named_groups(self, sources: Sequence[Any], names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
         if not self._lists:
             return ()
-        known = {id(unwrap(s)): name for s, name in zip(sources, names, strict=True) if _is_variable(s)}
+        known = {id(unwrap(s)): name for s, name in zip(sources, names, strict=True) if is_variable(s)}
         return tuple(tuple(known[id(unwrap(v))] for v in group if id(unwrap(v)) in known) for group in self._lists)
 
     @property
@@ -282,5 +282,6 @@ def groups_of(num_groups: int, groups: Any) -> Any:
     return groups
 
 
-def _is_variable(source: Any) -> bool:
+def is_variable(source: Any) -> bool:
+    """Return whether a source of gradients is a variable of Keras or TensorFlow, and no tensor."""
     return hasattr(source, "assign")

@@ -11,8 +11,8 @@ from hvdtrain.compat.tensorflow import share_recording, tape_options
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.training import CompressionName
 from hvdtrain.gradients.collectives import Op
-from hvdtrain.gradients.gradient_exchange import GradientExchange, groups_of
-from hvdtrain.state.variables import as_written, unwrap
+from hvdtrain.gradients.gradient_exchange import GradientExchange, groups_of, is_variable
+from hvdtrain.state.variables import as_written, path_of, unwrap
 
 _NONE = tf.UnconnectedGradients.NONE
 
@@ -21,6 +21,7 @@ class ReducingTape(tf.GradientTape):
     """A `tf.GradientTape` whose `gradient` and `jacobian` are reduced by a `GradientExchange`.
 
     Sources may be Keras variables, tf.Variables or tensors, in nested structures, eagerly or within a `tf.function`.
+    Gradients by tensors stay on their rank: they are those of its own samples, of which other ranks have others.
     """
 
     def __init__(
@@ -67,11 +68,11 @@ class ReducingTape(tf.GradientTape):
         unconnected_gradients: Any = _NONE,
         use_generic_names: bool = False,
     ) -> Any:
-        """Return d target / d sources, reduced over all replicas, in the structure of `sources`. Collective.
+        """Return d target / d sources, those by variables reduced, in the structure of `sources`. Collective.
 
         Args:
             target: a tensor, or a nested structure of tensors.
-            sources: variables and tensors, in a nested structure.
+            sources: variables and tensors, in a nested structure. Nothing is reduced of tensors, such as inputs.
             output_gradients: upstream gradients, one for each tensor of `target`.
             unconnected_gradients: `tf.UnconnectedGradients.NONE` or `ZERO`: what a source that `target` does not depend
                 on gets. With ZERO, a variable may be used on some ranks only.
@@ -89,47 +90,59 @@ class ReducingTape(tf.GradientTape):
         parallel_iterations: int | None = None,
         experimental_use_pfor: bool = True,
     ) -> Any:
-        """Return the Jacobian of `target`, of one shape on all ranks, reduced over all replicas. Collective.
+        """Return the Jacobian of `target`, of one shape on all ranks; by variables it is reduced. Collective.
 
         It has the shape of `target` followed by that of the source. Arguments are those of `tf.GradientTape.jacobian`.
         """
         options = (unconnected_gradients, parallel_iterations, experimental_use_pfor)
         return self._reduced(super().jacobian, target, sources, *options, role="jacobian")
 
-    def batch_jacobian(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: each row is the Jacobian of one of this rank's samples, of which ranks have different ones.
+    @as_written
+    def batch_jacobian(self, target: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the Jacobian of each sample's `target` by its `source`, a tensor: nothing is reduced.
+
+        Further arguments are those of `tf.GradientTape.batch_jacobian`.
 
         Raises:
-            ConfigError: always.
+            ConfigError: `source` is a variable, which holds no samples.
         """
-        raise ConfigError(
-            "batch_jacobian differentiates by this rank's own samples, and there is nothing to reduce over the ranks. "
-            "Call it on a tape of TensorFlow's: with tf.GradientTape(persistent=True) as tape: ...; "
-            "tape.batch_jacobian(target, source), and gradients by "
-            "hvdtrain.DistributedGradientTape(tape).gradient(loss, variables)."
-        )
+        if is_variable(source):
+            raise ConfigError(
+                "batch_jacobian differentiates each sample's target by that sample, a tensor. Received: the variable "
+                f"{path_of(source)!r}. Call jacobian(target, variable), which is reduced over the ranks."
+            )
+        return super().batch_jacobian(target, source, *args, **kwargs)
 
     @as_written
     def get_local_and_global_gradients(
         self, target: Any, sources: Sequence[Any], output_gradients: Any = None, use_generic_names: bool = False
     ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
-        """Return (source, gradient) pairs of the local sources, and of the others. Collective."""
+        """Return (source, gradient) pairs of the local sources and tensors, and of the others. Collective."""
         gradients = self.gradient(target, sources, output_gradients, use_generic_names=use_generic_names)
         pairs = list(zip(sources, gradients, strict=True))
-        local = [pair for pair in pairs if self._exchange.is_local(pair[0])]
-        return local, [pair for pair in pairs if not self._exchange.is_local(pair[0])]
+
+        def is_shared(source: Any) -> bool:
+            return is_variable(source) and not self._exchange.is_local(source)
+
+        return [pair for pair in pairs if not is_shared(pair[0])], [pair for pair in pairs if is_shared(pair[0])]
 
     def _reduced(self, compute: Callable[..., Any], target: Any, sources: Any, *options: Any, role: str = "") -> Any:
-        """Reduce what `compute` returns; TensorFlow's Jacobian calls `gradient`, which is local meanwhile."""
+        """Reduce what `compute` returns by variables, but what TensorFlow's Jacobian asks of `gradient` meanwhile."""
         flat = tf.nest.flatten(sources)
         if self._is_local:
             return compute(target, sources, *options)
         self._is_local = True
         try:
-            local = compute(target, [_watched(source) for source in flat], *options)
+            results = list(compute(target, [_watched(source) for source in flat], *options))
         finally:
             self._is_local = False
-        return tf.nest.pack_sequence_as(sources, self._exchange.reduce(local, flat, role=role))
+        variables = {i: source for i, source in enumerate(flat) if is_variable(source)}
+        if variables:
+            own = [results[i] for i in variables]
+            reduced = self._exchange.reduce(own, list(variables.values()), role=role)
+            for i, gradient in zip(variables, reduced, strict=True):
+                results[i] = gradient
+        return tf.nest.pack_sequence_as(sources, results)
 
 
 class DistributedGradientTape(ReducingTape):
@@ -201,4 +214,4 @@ class DistributedGradientTape(ReducingTape):
 
 
 def _watched(source: Any) -> Any:
-    return unwrap(source) if hasattr(source, "assign") else source
+    return unwrap(source) if is_variable(source) else source

@@ -131,14 +131,40 @@ def test_jacobians_are_reduced_once(pfor, compiled, session):
     assert sent == ["jacobian/v", "gradient/v"]
 
 
-def test_batch_jacobians_are_refused_with_what_to_write_instead(session):
-    x = tf.ones([2, 3])
-    with tf.GradientTape(persistent=True) as plain:
-        plain.watch(x)
-        y = x * x
-    with pytest.raises(ConfigError, match=r"tape\.batch_jacobian\(target, source\)"):
-        hvdtrain.DistributedGradientTape(plain).batch_jacobian(y, x)
-    assert plain.batch_jacobian(y, x).shape == [2, 3, 3]
+def test_gradients_by_a_ranks_own_samples_are_not_reduced():
+    """As in a gradient penalty, whose inner tape differentiates by samples, of which each rank has others."""
+
+    def body(rank, options):
+        variable, own = tf.Variable([2.0, 3.0], name="v"), tf.Variable(1.0, name="own")
+        x = tf.constant([[1.0, 0.0], [0.0, 2.0]]) * (rank + 1.0)
+        options |= {"op": "sum", "persistent": True}
+        with hvdtrain.DistributedGradientTape(**options) as outer:
+            outer.register_local_source(own)
+            outer.watch(x)
+            with hvdtrain.DistributedGradientTape(**options) as tape:
+                tape.watch(x)
+                each = tf.reduce_sum(variable * x * x, 1) * own
+            by_sample = tape.gradient(each, x)
+            penalty = tf.reduce_sum(by_sample**2)
+        mixed = outer.gradient(penalty, {"samples": [x], "weights": [variable]})
+        kept, shared = outer.get_local_and_global_gradients(penalty, [x, variable, own])
+        assert [source is own or source is x for source, _ in kept] == [True, True]
+        results = [by_sample, tape.jacobian(each, x), tape.batch_jacobian(each[:, None], x), *mixed["samples"]]
+        return [each.numpy() for each in [*results, *mixed["weights"], shared[0][1]]]
+
+    alone, with_another = (on_ranks(size, body)[0] for size in (1, 2))
+    for found, expected in zip(with_another[:4], alone[:4], strict=True):
+        np.testing.assert_array_equal(found, expected)
+    for found, expected in zip(with_another[4:], alone[4:], strict=True):
+        np.testing.assert_array_equal(found, expected * (1 + 2**2))
+    assert on_ranks(2, body)[1] == ["gradient/v", "gradient/v"]
+
+
+def test_batch_jacobians_by_variables_are_refused_with_what_to_write_instead(session):
+    with hvdtrain.DistributedGradientTape(persistent=True) as tape:
+        y = VARIABLE * tf.ones([2, 3])
+    with pytest.raises(ConfigError, match=r"'twice'\. Call jacobian\(target, variable\)"):
+        tape.batch_jacobian(y, VARIABLE)
 
 
 def test_groups_are_of_variables_and_not_of_names():
