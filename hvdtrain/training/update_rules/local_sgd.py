@@ -9,10 +9,11 @@ With `options.local_after` the first steps are data parallel: post-local SGD (Li
 outer optimizer may take the average's place; `streaming.py` averages in fragments, beside the steps.
 
 Outer optimizers move the weights by the difference between two averages. x are the weights after the last outer step,
-m the replicas' mean after the local steps since, gamma the learning rate of the local steps.
+m the replicas' mean after the local steps since, gamma the learning rate of the last local step.
 
 - `slowmo` (Wang et al. 2019, arXiv:1910.00643, algorithm 1), with the slow learning rate alpha and momentum beta:
-  u <- beta u + (x - m) / gamma, x <- x - alpha gamma u. With alpha 1 and beta 0 it is the average.
+  u <- beta u + (x - m) / gamma, x <- x - alpha gamma u. With alpha 1 and beta 0 it is the average. Where gamma is 0,
+  (x - m) moves x, and does not enter u.
 - `average`: x <- m.
 - `diloco` (Douillard et al. 2023, arXiv:2311.08105): SGD with Nesterov's momentum mu and learning rate eta on x - m:
   u <- mu u + (x - m), x <- x - eta (x - m + mu u).
@@ -32,7 +33,7 @@ from hvdtrain.optim.averaging import innermost
 from hvdtrain.optim.fused import fused_updates
 from hvdtrain.runtime.compiled import run_once
 from hvdtrain.state.named_tensors import NamedTensor, replicated_tensor
-from hvdtrain.state.optimizers import slot_tensors
+from hvdtrain.state.optimizers import rate_of, slot_tensors
 from hvdtrain.state.structure import structure_of
 from hvdtrain.state.train_state import RULE
 from hvdtrain.training.options import StepOptions
@@ -64,6 +65,8 @@ class LocalUpdate(UpdateRule):
         self._after = options.local_after
         self._average_slots = options.average_slots
         self._outer = None if options.outer_optimizer == "average" else OuterOptimizer(options)
+        self._rate = tf.Variable(0.0, trainable=False, dtype=tf.float64, name="local_rate")
+        """Learning rate of the last local step; the optimizer has the next one's."""
         self._name_tensors()
         self._consolidated = True
         self._weight = tf.Variable(0.0, trainable=False, dtype=tf.float64, name="local_weight")
@@ -109,6 +112,7 @@ class LocalUpdate(UpdateRule):
             tf.cond(tf.equal(taken, self._after), self._begin_local_steps, lambda: tf.constant(False))
         norm = self._split.norm(own) if measure or self._clipping.norm is not None else None
         own, norm = self._clipped(own, norm)
+        self._rate.assign(tf.cast(rate_of(self.optimizer), tf.float64))
         with fused_updates(self.optimizer):
             self.optimizer.apply(own, self._variables)
         self._average_if_due(tf.cast(local.totals[1], tf.float64), early)
@@ -173,8 +177,7 @@ class LocalUpdate(UpdateRule):
 
     def _average(self, variables: dict[str, tf.Variable]) -> tf.Tensor:
         """Replace `variables` by their mean over the replicas, weighted by samples, or move them by it. Collective."""
-        rate = innermost(self.optimizer).learning_rate
-        weight = self._weight.read_value()
+        rate, weight = self._rate.read_value(), self._weight.read_value()
         total = self._backend.all_reduce(weight, name="local_sgd//weight")
         share = tf.where(total > 0, tf.math.divide_no_nan(weight, total), 1.0 / self._backend.size)
         for path, variable in variables.items():
@@ -277,8 +280,9 @@ class OuterOptimizer:
         before, moved = anchor.read_value(), anchor.read_value() - mean
         if self._name == "slowmo":
             local_rate = tf.cast(local_rate, mean.dtype)
-            velocity = self._momentum * momentum.read_value() + tf.math.divide_no_nan(moved, local_rate)
-            after = before - self._rate * local_rate * velocity
+            kept = self._momentum * momentum.read_value()
+            velocity = kept + tf.math.divide_no_nan(moved, local_rate)
+            after = before - self._rate * (local_rate * kept + moved)
         else:
             velocity = self._momentum * momentum.read_value() + moved
             after = before - self._rate * (moved + self._momentum * velocity)

@@ -67,7 +67,7 @@ class StreamingUpdate(LocalUpdate):
                 outer=self._outer,
                 bits=self._bits,
                 blend=self._blend,
-                rate=lambda: innermost(self.optimizer).learning_rate,
+                rate=self._rate,
             )
             for number in range(self._count)
         ]
@@ -126,7 +126,7 @@ class Fragment:
     Args:
         name: tells its exchanges from all others.
         weights: by path.
-        rate: returns the learning rate of the local steps.
+        rate: the learning rate of the last local step.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Fragment:
         outer: OuterOptimizer,
         bits: int,
         blend: float,
-        rate: Callable[[], Any],
+        rate: tf.Variable,
     ) -> None:
         wide = any(variable.dtype == tf.float64 for variable in weights.values())
         self._dtype = tf.float64 if wide else tf.float32
@@ -146,6 +146,7 @@ class Fragment:
         self.weight = tf.Variable(0.0, trainable=False, dtype=tf.float64, name="fragment_weight")
         """Weight of this replica's samples since the last average."""
         self._sent_weight = tf.Variable(0.0, trainable=False, dtype=tf.float64, name="sent_weight")
+        self._sent_rate = tf.Variable(0.0, trainable=False, dtype=tf.float64, name="sent_rate")
         self._difference = tf.Variable(tf.zeros([elements], self._dtype), trainable=False, name="difference")
         self._under_way: Exchange | None = None
 
@@ -157,6 +158,7 @@ class Fragment:
             ]
             self._difference.assign(tf.concat([tf.reshape(each, [-1]) for each in moved], 0))
             self._sent_weight.assign(self.weight)
+            self._sent_rate.assign(rate)
             self.weight.assign(0.0)
 
         def exchange() -> tf.Tensor:
@@ -175,7 +177,7 @@ class Fragment:
             for (path, variable), part in zip(weights.items(), parts, strict=True):
                 anchor = outer.anchor(path)
                 average = anchor - tf.cast(tf.reshape(part, variable.shape), anchor.dtype)
-                after = outer.step(path, average, rate())
+                after = outer.step(path, average, self._sent_rate.read_value())
                 mixed = blend * at_least_float32(variable.read_value()) + (1 - blend) * after if blend else after
                 variable.assign(tf.cast(mixed, variable.dtype))
 

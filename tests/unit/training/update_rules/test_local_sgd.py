@@ -1,0 +1,69 @@
+"""Local steps in one process: the outer optimizer by its formula, with learning rates that a schedule changes."""
+
+from functools import partial
+
+import keras
+import numpy as np
+import pytest
+
+from hvdtrain.training.trainer import Trainer
+
+pytestmark = pytest.mark.usefixtures("session")
+
+
+@pytest.fixture(autouse=True)
+def _local_steps_of_one_replica(monkeypatch):
+    monkeypatch.setattr("hvdtrain.training.update_rules.select.is_alone", lambda backend: False)
+
+
+PERIOD, STEPS = 4, 16
+RATES = {
+    "down to 0": keras.optimizers.schedules.CosineDecay(0.1, STEPS),
+    "0 at the end of a period": keras.optimizers.schedules.PiecewiseConstantDecay([6, 7], [0.1, 0.0, 0.05]),
+    "another in each period": keras.optimizers.schedules.PiecewiseConstantDecay([3, 7, 11], [0.1, 0.05, 0.2, 0.01]),
+}
+
+
+def trained(rate, **options):
+    """Train a weight of 1 towards 0, at a gradient of 2 w; return it."""
+    kernel = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
+    model = keras.Sequential([keras.Input((1,)), kernel])
+    trainer = Trainer(model, keras.optimizers.SGD(rate), "mse", local_steps=PERIOD, **options)
+    data = np.ones((4 * STEPS, 1), "float32"), np.zeros((4 * STEPS, 1), "float32")
+    trainer.fit(data, batch=4, shuffle=False, verbose=False)
+    return model.get_weights()[0].item()
+
+
+def slowmo(rate, *, momentum, slow=1.0, delay=0, blend=0.0):
+    """Return the weight by algorithm 1 of Wang et al., whose average arrives `delay` steps late."""
+    w = anchor = 1.0
+    velocity = 0.0
+    sent = ()
+    for step in range(STEPS):
+        w -= float(rate(step)) * 2 * w
+        if step % PERIOD == PERIOD - 1:
+            sent = anchor - w, float(rate(step))
+        if sent and step % PERIOD == (PERIOD - 1 + delay) % PERIOD:
+            (moved, gamma), sent = sent, ()
+            anchor -= slow * (gamma * momentum * velocity + moved)
+            velocity = momentum * velocity + (moved / gamma if gamma else 0.0)
+            w = blend * w + (1 - blend) * anchor
+    if sent:  # the end of the epoch waits for it, and averages what came after
+        moved, gamma = sent
+        anchor -= slow * (gamma * momentum * velocity + moved)
+        w = blend * w + (1 - blend) * anchor
+    return w
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_slowmo_takes_the_learning_rate_of_its_local_steps(name):
+    rate = RATES[name]
+    assert trained(rate, outer_optimizer="slowmo", outer_momentum=0.0) == pytest.approx(trained(rate), rel=1e-6)
+    options = {"outer_optimizer": "slowmo", "outer_momentum": 0.6, "outer_learning_rate": 0.8}
+    assert trained(rate, **options) == pytest.approx(slowmo(rate, momentum=0.6, slow=0.8), rel=1e-5)
+
+
+def test_a_delayed_average_has_the_learning_rate_of_the_steps_that_it_averages():
+    rate = RATES["another in each period"]
+    late = partial(trained, rate, outer_optimizer="slowmo", outer_momentum=0.6, average_delay=2, average_blend=0.5)
+    assert late() == pytest.approx(slowmo(rate, momentum=0.6, delay=2, blend=0.5), rel=1e-5)
