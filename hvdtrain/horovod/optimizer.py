@@ -1,7 +1,7 @@
 """DistributedOptimizer with the arguments of `horovod.tensorflow`, `horovod.tensorflow.keras` and `horovod.keras`.
 
-As in Horovod, a wrapped Keras optimizer is an instance of a subclass of the original class, with its attributes, slots
-and configuration: a model saved with it loads without Horovod.
+As in Horovod, a wrapped Keras optimizer is an instance of a subclass of the original class: a model saved with it loads
+without Horovod. Unlike Horovod's, which is made anew of the configuration, it has the attributes of the original.
 """
 
 from typing import Any
@@ -64,9 +64,10 @@ def keras_optimizer(
     process_set: Any = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """Return an optimizer of the same class, configuration and state that reduces gradients before it applies them.
+    """Return an optimizer of the same class that reduces gradients before it applies them.
 
-    Works in `model.fit` and in custom loops through `apply` and `apply_gradients`, compiled or not. A
+    It is the given one in all else: the two share learning rate, count of steps, slots, and what a subclass of the
+    user's has. Works in `model.fit` and in custom loops through `apply` and `apply_gradients`, compiled or not. A
     LossScaleOptimizer may be inside or around it. Pass it local gradients: those of a `DistributedGradientTape` would
     be reduced twice.
 
@@ -119,18 +120,20 @@ def partial_keras_optimizer(
 
 
 def _wrapped(optimizer: Any, distribution: Distribution) -> Any:
-    """Return an optimizer of the class, configuration and state of `optimizer` that reduces gradients first.
+    """Return an optimizer with the attributes of `optimizer`, of a subclass of its class that reduces gradients first.
+
+    A configuration does not hold all of them: variables without weight decay, attributes of a user's subclass.
 
     Raises:
         ConfigError: not an optimizer of this process's Keras, or one that reduces already.
     """
     _check_optimizer(optimizer)
     kind = optimizer.__class__
-    said = {"__module__": kind.__module__, "__doc__": kind.__doc__, **optimizers.names_of(kind)}
-    wrapped: Any = type(kind.__name__, (optimizers.Distributed, kind), said)
+    said = {"__module__": kind.__module__, "__doc__": kind.__doc__, "distribution": distribution}
+    wrapped: Any = type(kind.__name__, (optimizers.Distributed, kind), {**said, **optimizers.names_of(kind)})
     _register_alike(wrapped, kind)
-    twin = optimizers.twin_of(optimizer, wrapped)
-    twin.distribution = distribution
+    twin = object.__new__(wrapped)
+    object.__setattr__(twin, "__dict__", vars(optimizer))
     optimizers.reduce_before_loss_scaling()
     return twin
 

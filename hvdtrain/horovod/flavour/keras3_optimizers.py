@@ -227,17 +227,6 @@ class Distributed(Keras2Names, HorovodNames):
         return CallableList(super().variables)
 
 
-def twin_of(optimizer: Any, kind: type) -> Any:
-    """Return an optimizer of the class `kind` with the configuration and the state of `optimizer`."""
-    twin = kind.from_config(optimizer.get_config())  # type: ignore[attr-defined]
-    if optimizer.built:
-        with tf.init_scope():
-            twin.build(trained_variables(optimizer))
-        for mine, theirs in zip(twin.variables, optimizer.variables, strict=True):
-            mine.assign(theirs)
-    return twin
-
-
 def completed(optimizer: Any, variables: Sequence[Any], path: Any) -> Any:
     """Return the optimizer of a loaded model with the slots for its `variables`, and their saved values.
 

@@ -1,6 +1,5 @@
 """Optimizers of tf_keras (`optimizers` and `optimizers.legacy`); the counterpart of `keras3_optimizers`."""
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,18 +70,6 @@ def _reduced_first(
 
     distribution.step(gradients, variables, innermost(optimizer).iterations, apply)
     return optimizer.iterations
-
-
-def twin_of(optimizer: Any, kind: type) -> Any:
-    """Return an optimizer of the class `kind` with the configuration and the state of `optimizer`.
-
-    The variables of the slots are unknown here, so slots are copied, not built.
-    """
-    # The strategy is a singleton, and cannot be copied.
-    strategy = compat.strategy_of(innermost(optimizer))
-    twin: Any = object.__new__(kind)
-    vars(twin).update(copy.deepcopy(vars(optimizer), {id(strategy): strategy}))
-    return twin
 
 
 def completed(optimizer: Any, variables: Sequence[Any], path: Any) -> Any:
