@@ -281,10 +281,9 @@ def _start_tensorflow(link: Link, config: RuntimeConfig, plan: DevicePlan) -> Op
     """Start TensorFlow as it is configured, and make the strategy of a backend of tf.distribute."""
     if link.rejoined:
         return None
-    if len(plan.cores) == 1:
-        end_iterators_at_once()
     import tensorflow as tf
 
+    end_iterators_at_once(tf.config.threading.get_inter_op_parallelism_threads() or len(plan.cores))
     strategy = None
     if config.backend in OF_TF_DISTRIBUTE:
         strategy = open_strategy(config, link.environment, link.control, timeout=config.start_timeout)

@@ -1,4 +1,4 @@
-"""The start of TensorFlow in this process: import, log level, and iterators on a single core."""
+"""The start of TensorFlow in this process: import, log level, and iterators that end without a wait."""
 
 import contextlib
 import gc
@@ -17,6 +17,8 @@ _NOISE = re.compile(
 _NO_DRIVER = re.compile(rb"E\d{4} .*failed call to cuInit")
 """Noise on a machine without a GPU; an error on one that has some."""
 _UNTUNED = "__hvdtrain_untuned__"
+_UNTUNED_CALLS = 16
+"""Parallel calls of `tf.data.AUTOTUNE` without tuning, if there are as many threads: up to here tuning adds none."""
 
 
 def prepare_streams() -> None:
@@ -80,15 +82,19 @@ def _without_noise() -> Iterator[None]:
                     os.write(2, line)
 
 
-def end_iterators_at_once() -> None:
+def end_iterators_at_once(threads: int) -> None:
     """Create this process's iterators of datasets without tf.data's autotuning, unless a dataset's options set it.
 
-    An iterator that is deleted waits for its tuning thread. On one core this thread runs as soon as it is notified,
-    does not yet see that it is to end, and sleeps for the rest of its period. The period doubles up to a minute, so
-    each epoch and each evaluation may end in a wait as long as itself (`benchmarks/one_core.py`). There is nothing to
-    tune on one core. What autotuning also does, to read ahead where the dataset does not, is kept.
+    An iterator that is deleted waits for its tuning thread. If this thread runs as soon as it is notified, always so on
+    one core (`benchmarks/one_core.py`) and sometimes on busy ones, it does not yet see that it is to end, and sleeps
+    for the rest of its period. The period doubles up to a minute, so each epoch, each evaluation and the training may
+    end in a wait as long as itself, which the watchdog of the other ranks takes for a hang. What autotuning also does,
+    to read ahead where the dataset does not, is kept.
 
     It replaces `tf.data.Dataset.__iter__` for as long as the process lives.
+
+    Args:
+        threads: of TensorFlow's pool of operations. With more than are used untuned, tuning stays.
     """
     import tensorflow as tf
 
@@ -97,19 +103,21 @@ def end_iterators_at_once() -> None:
         return
 
     def untuned(dataset: Any) -> Any:
-        return begin(_without_tuning(dataset))
+        return begin(_without_tuning(dataset, threads))
 
     setattr(untuned, _UNTUNED, True)
     # Keras' fit and users' loops make iterators of their own, so each dataset has to know.
     tf.data.Dataset.__iter__ = untuned
 
 
-def _without_tuning(dataset: Any) -> Any:
+def _without_tuning(dataset: Any, threads: int) -> Any:
     import tensorflow as tf
 
     if not tf.executing_eagerly():
         return dataset  # a graph knows no options; its loops over datasets have no iterator
     given = dataset.options()
+    if (given.threading.private_threadpool_size or threads) > _UNTUNED_CALLS:
+        return dataset
     tuning = given.autotune
     if any(chosen is not None for chosen in (tuning.enabled, tuning.ram_budget, tuning.cpu_budget)):
         return dataset

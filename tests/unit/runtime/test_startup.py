@@ -1,4 +1,4 @@
-"""How TensorFlow starts in a process of hvdtrain, and its iterators on one core."""
+"""How TensorFlow starts in a process of hvdtrain, and its iterators, which end at once."""
 
 import os
 import subprocess
@@ -10,7 +10,6 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.runtime.startup import _without_noise, end_iterators_at_once
-from tests.launching import job_environment
 
 CHATTER = """\
 WARNING: All log messages before absl::InitializeLog() is called are written to STDERR
@@ -72,10 +71,13 @@ def script(code, **environ):
     return done.stderr, done.stdout
 
 
-def test_a_script_starts_in_silence_and_its_threads_can_still_be_set():
-    code = "import hvdtrain; hvdtrain.init(threads=1); import gc, keras, tensorflow as tf; "
-    code += "print(tf.config.threading.get_intra_op_parallelism_threads(), gc.isenabled(), gc.get_freeze_count() > 1e5)"
-    assert script(code) == ("", "1 True True\n")
+def test_a_script_starts_in_silence_with_its_threads_and_iterators_that_end_at_once():
+    code = "import hvdtrain; hvdtrain.init(threads=2); import gc, keras, tensorflow as tf; "
+    code += (
+        "print(tf.config.threading.get_intra_op_parallelism_threads(), gc.isenabled(), gc.get_freeze_count() > 1e5, "
+    )
+    code += "iter(tf.data.Dataset.range(2))._dataset.options().autotune.enabled)"  # a rank may share its cores
+    assert script(code) == ("", "2 True True False\n")
 
 
 @pytest.mark.extended  # it starts TensorFlow
@@ -85,9 +87,9 @@ def test_a_run_without_standard_error_starts_too():
 
 
 @pytest.fixture
-def one_core(monkeypatch):
+def untuned(monkeypatch):
     monkeypatch.setattr(tf.data.Dataset, "__iter__", tf.data.Dataset.__iter__)
-    end_iterators_at_once()
+    end_iterators_at_once(threads=2)
 
 
 def options(enabled=None, inject=None):
@@ -112,13 +114,13 @@ def kinds(dataset):
 NUMBERS = tf.data.Dataset.range(6)
 
 
-def test_nothing_is_tuned_and_one_element_is_read_ahead(one_core):
+def test_nothing_is_tuned_and_one_element_is_read_ahead(untuned):
     made = iterated(NUMBERS.map(lambda x: x * 2))
     assert made.options().autotune.enabled is False
     assert kinds(made) == ["OptionsDataset", "PrefetchDataset", "MapDataset", "RangeDataset"]
 
 
-def test_what_reads_ahead_or_must_not_stays_as_it_is(one_core):
+def test_what_reads_ahead_or_must_not_stays_as_it_is(untuned):
     assert kinds(iterated(NUMBERS.prefetch(2))) == ["OptionsDataset", "PrefetchDataset", "RangeDataset"]
     ours = NUMBERS.prefetch(2).with_options(options())
     assert kinds(iterated(ours)) == ["OptionsDataset", "OptionsDataset", "PrefetchDataset", "RangeDataset"]
@@ -127,25 +129,25 @@ def test_what_reads_ahead_or_must_not_stays_as_it_is(one_core):
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_the_users_own_choice_holds(one_core, enabled):
+def test_the_users_own_choice_holds(untuned, enabled):
     chosen = NUMBERS.with_options(options(enabled=enabled))
     assert iterated(chosen) is chosen
 
 
-def test_a_limit_of_memory_keeps_its_tuning(one_core):
+def test_a_limit_of_memory_keeps_its_tuning(untuned):
     limited = tf.data.Options()
     limited.autotune.ram_budget = 2**20
     assert iterated(given := NUMBERS.with_options(limited)) is given
 
 
-def test_a_second_session_changes_nothing(one_core):
+def test_a_second_session_changes_nothing(untuned):
     once = tf.data.Dataset.__iter__
-    end_iterators_at_once()
+    end_iterators_at_once(threads=2)
     assert tf.data.Dataset.__iter__ is once
 
 
 @pytest.mark.filterwarnings("error::UserWarning")
-def test_the_elements_are_those_of_the_dataset(one_core):
+def test_the_elements_are_those_of_the_dataset(untuned):
     shuffled = NUMBERS.shuffle(6, seed=3).batch(2, drop_remainder=True)
 
     @tf.function
@@ -173,25 +175,25 @@ def test_keras_trains_as_before(monkeypatch):
 
     before = weights()
     monkeypatch.setattr(tf.data.Dataset, "__iter__", tf.data.Dataset.__iter__)
-    end_iterators_at_once()
+    end_iterators_at_once(threads=2)
     for mine, theirs in zip(weights(), before, strict=True):
         np.testing.assert_array_equal(mine, theirs)
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize(("cores", "enabled"), [(1, False), (2, None)])
-def test_a_session_looks_at_its_cores(cores, enabled):
-    usable = sorted(os.sched_getaffinity(0))
-    if len(usable) < cores:
-        pytest.skip("this machine has one core")
-    code = f"""if True:
-        import os
-        os.sched_setaffinity(0, {usable[:cores]})
-        import hvdtrain
-        hvdtrain.init()
-        import tensorflow as tf
-        print("TUNED", iter(tf.data.Dataset.range(2))._dataset.options().autotune.enabled)
-    """
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=job_environment())
-    assert f"TUNED {enabled}\n" in done.stdout, done.stderr[-2000:]
+@pytest.mark.parametrize(
+    ("threads", "own", "tuned"), [(16, None, False), (17, None, True), (2, 24, True), (24, 8, False)]
+)
+def test_tuning_stays_where_it_can_add_parallel_calls(monkeypatch, threads, own, tuned):
+    monkeypatch.setattr(tf.data.Dataset, "__iter__", tf.data.Dataset.__iter__)
+    end_iterators_at_once(threads)
+    chosen = tf.data.Options()
+    if own is not None:
+        chosen.threading.private_threadpool_size = own
+    assert (iterated(NUMBERS.with_options(chosen)).options().autotune.enabled is None) == tuned
+
+
+@pytest.mark.extended  # it starts TensorFlow
+def test_a_session_of_many_threads_leaves_them_to_tuning():
+    code = "import hvdtrain; hvdtrain.init(threads=17); import tensorflow as tf; "
+    code += "print(iter(tf.data.Dataset.range(2))._dataset.options().autotune.enabled)"
+    assert script(code)[1] == "None\n"
