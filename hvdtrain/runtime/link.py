@@ -262,7 +262,7 @@ class Link:
         self.trainings += 1
         agreement = StopAgreement(self.control, str(self.trainings), begun, grace=grace, ranks=ranks, trains=trains)
         with agreement:
-            self.stopping = agreement
+            self.stopping, self.stop_signal = agreement, None
             try:
                 yield agreement
             finally:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from hvdtrain.runs.resume import interrupted, launch_command
 from hvdtrain.runtime.failures import describe, show_failure
 from hvdtrain.runtime.interrupts import Interrupted, InterruptWatch, show_interrupt
 from hvdtrain.runtime.launchers import place
+from hvdtrain.runtime.stopping import Stopped
 
 
 def environment(rank=0, size=1, launcher="mpirun", controller="mpi"):
@@ -44,7 +46,6 @@ class Watched:
     def sends(self, number):
         with self.watch:
             os.kill(os.getpid(), number)
-            assert self.ended.wait(10)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGUSR1, 75)])
@@ -145,6 +146,93 @@ def test_handlers_are_put_back_and_those_of_others_left_alone():
             assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, before[signal.SIGTERM])
+
+
+@pytest.fixture
+def own_handler():
+    """The signals that the script's own handler of SIGUSR1 was called with."""
+    seen = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
+    yield seen
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_signal_that_the_script_handles_is_the_scripts_alone(own_handler):
+    job = Watched(trains=True)
+    with job.watch:
+        os.kill(os.getpid(), signal.SIGUSR1)
+    assert (own_handler, job.stops, job.codes) == ([signal.SIGUSR1], [], [])
+
+
+def test_a_handler_that_the_script_sets_meanwhile_is_the_scripts_and_stays():
+    job, seen = Watched(trains=True), []
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with job.watch:
+            signal.signal(signal.SIGTERM, mine := lambda number, frame: seen.append(number))
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (seen, job.stops, job.codes) == ([signal.SIGTERM], [], [])
+
+
+def test_a_signal_at_the_very_end_is_acted_on():
+    job = Watched(trains=True)
+    with job.watch:
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert job.stops == [signal.SIGTERM]
+
+
+@pytest.mark.parametrize("free", [True, False])
+def test_an_event_loop_gets_its_signals_and_its_descriptor_back(own_handler, free):
+    """As of asyncio: its handlers run once its descriptor is told of the signal."""
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    handled = [number for number in (signal.SIGINT, signal.SIGTERM) if not free]
+    before = {number: signal.signal(number, lambda *_: None) for number in handled}
+    assert signal.set_wakeup_fd(write) == -1
+    threads = threading.active_count()
+    try:
+        with Watched(trains=True).watch:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        assert os.read(read, 9) == bytes([signal.SIGUSR1])
+        assert threading.active_count() == threads
+    finally:
+        assert signal.set_wakeup_fd(-1) == write
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.close(read)
+        os.close(write)
+
+
+def test_a_forked_process_ends_by_its_signals_and_asks_for_nothing():
+    """As those of multiprocessing do, which the script or its data start."""
+    job = Watched(trains=True)
+    with job.watch:
+        worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+        worker.start()
+        worker.terminate()
+        worker.join(60)
+        code = worker.exitcode
+        worker.kill()
+    assert (code, job.stops) == (-signal.SIGTERM, [])
+
+
+def test_a_training_after_one_that_was_stopped_can_be_stopped(monkeypatch):
+    """As in a notebook, or a script that catches SystemExit."""
+    monkeypatch.setattr("atexit.register", lambda *_: None)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    again = Watched(trains=True)
+    try:
+        with pytest.raises(Stopped), Watched().watch:
+            raise Stopped(75)
+        os.kill(os.getpid(), signal.SIGTERM)  # it is told again
+        again.sends(signal.SIGTERM)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert again.stops == [signal.SIGTERM]
 
 
 def test_a_process_that_stops_in_order_keeps_its_code_when_it_is_told_again():
