@@ -11,9 +11,9 @@ import tensorflow as tf
 from hvdtrain.backends.protocol import GATHER_TIMEOUT_S, Backend, gather
 from hvdtrain.compat.keras import flatten_layers
 from hvdtrain.compat.keras_variables import trained_variables
+from hvdtrain.compat.tensorflow import compiled
 from hvdtrain.config.errors import ConfigError, DesyncError, LaunchError
 from hvdtrain.optim.averaging import innermost
-from hvdtrain.runtime.compiled import run_once
 from hvdtrain.runtime.placement import drawn_apart, drawn_for_samples, whole_box
 from hvdtrain.state.hashes import digest_of, digest_of_parts
 from hvdtrain.state.layer_states import layers_with_states, restore_states, share_states, states_of
@@ -73,6 +73,10 @@ class TrainState:
         self.generators = self._structure.by_path(seed_states(model))
         self.counter = tf.Variable(0, trainable=False, dtype=tf.int64, name="step")
         """Completed optimizer steps, readable by a compiled step with random numbers."""
+        self.counts_epoch = False
+        """Whether the model's metrics count an epoch that is under way."""
+        self._averaging: tuple[Hashable, Callable[[], None]] | None = None
+        """The compiled average of statistics, and what it was compiled for."""
 
     @property
     def trainable(self) -> dict[str, tf.Variable]:
@@ -168,6 +172,14 @@ class TrainState:
         statistics = self._statistics()
         if backend.size == 1 or not statistics:
             return
+        kind = (backend, trainers, *map(id, statistics.values()))
+        if self._averaging is None or self._averaging[0] != kind:
+            self._averaging = kind, self._average_of(statistics, backend, trainers)
+        self._averaging[1]()
+
+    def _average_of(
+        self, statistics: Mapping[str, tf.Variable], backend: Backend, trainers: int | None
+    ) -> Callable[[], None]:
         alike = [weight for weight in self.model.weights if getattr(weight, "aggregation", "") == "only_first_replica"]
         of_first = {id(unwrap(weight)) for weight in alike}
 
@@ -186,7 +198,8 @@ class TrainState:
                     mean = backend.all_reduce(counted, name=name) / trainers
                 variable.assign(tf.cast(mean, variable.dtype))
 
-        run_once(lambda: backend.run(average_all))
+        average: Callable[[], None] = compiled(lambda: backend.run(average_all))
+        return average
 
     def parameter_hash(self) -> str:
         """Return the SHA-256 of path, dtype, shape and bytes of replicated weights."""

@@ -156,15 +156,21 @@ class AsynchronousStep:
         self._recent.reset()
         return results
 
+    def show_metrics(self) -> None:
+        """Let the model's metrics hold those of the epoch so far."""
+        self._epoch.results()
+
+    def results_of_step(self) -> dict[str, Value]:
+        """Return the results of the epoch so far."""
+        return self._epoch.results()
+
     def metrics_so_far(self) -> dict[str, Value]:
         """Return the results of the epoch so far."""
         return self._epoch.results()
 
     def epoch_metrics(self) -> dict[str, Value]:
-        """Return the metrics of the epoch, and reset them."""
-        results = self.metrics_so_far()
-        self.begin_metrics()
-        return results
+        """Return the metrics of the epoch, which the model's hold."""
+        return self.metrics_so_far()
 
     def _function(self, measure: bool, finite: bool | None) -> Callable[..., Any]:
         def run(parts: tuple[Any, ...], ahead: tf.Tensor) -> Any:

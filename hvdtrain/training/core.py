@@ -167,12 +167,13 @@ class TrainerCore:
         self.rule.consolidate()
         self._broadcast_first_weights()
         called = evaluation_callbacks(callbacks, self.model, self.backend)
-        if called is None:
-            return self._evaluate(batches)
-        called.begin_evaluation()
-        outcome = self._evaluate(batches, called)
-        called.end_evaluation(outcome.as_dict())
-        return outcome
+        with self._factory.evaluator().kept_metrics() if self.state.counts_epoch else nullcontext():
+            if called is None:
+                return self._evaluate(batches)
+            called.begin_evaluation()
+            outcome = self._evaluate(batches, called)
+            called.end_evaluation(outcome.as_dict())
+            return outcome
 
     def build(self, data: TrainingData) -> None:
         """Build model and optimizer if necessary, and check loss and metrics."""

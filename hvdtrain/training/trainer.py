@@ -120,7 +120,7 @@ class Trainer(FittingTrainer):
             callbacks: Keras callbacks. They run on every rank with global metrics; those that write files
                 (ModelCheckpoint, CSVLogger, TensorBoard, RemoteMonitor) run on rank 0 only. Some ranks may have none,
                 but callbacks that set weights or the learning rate are needed on all. Batch-level callbacks cost a
-                small exchange per batch.
+                small exchange per batch, of metrics and of statistics such as BatchNormalization's.
             validation_split: fraction of the arrays, the last samples, held out for evaluation.
             validation_data: evaluated after each epoch: `(inputs, targets[, sample_weight])`, or batches as in `x`.
             shuffle: whether to reshuffle arrays every epoch.
@@ -332,7 +332,7 @@ class Trainer(FittingTrainer):
         step.begin_metrics()
         step(batch, measure=False)
         self.state.scalars.step += 1
-        results = step.metrics_so_far()
+        results = step.results_of_step()
         self.rule.gather_weights()
         return dict(results) if return_dict else as_keras_returns(self.model, results)
 

@@ -1,9 +1,10 @@
 """Evaluation over all replicas: every sample counts once."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import tensorflow as tf
@@ -187,7 +188,9 @@ def is_stopped(model: Any, attribute: str, ranks: int) -> bool:
 class KerasEvaluator:
     """Calls the model's `test_step` on every replica's share of the data.
 
-    Metrics are global, and so is the mean of any other returned value. The metrics' training state is preserved.
+    Metrics are global, and so is the mean of any other returned value. The model's metrics are reset before, and hold
+    the sums of the evaluation after it, as in Keras.
+
     `rule` returns the rule that holds the model's weights; None: the model does.
     """
 
@@ -205,13 +208,13 @@ class KerasEvaluator:
         self._logs = StepLogs(backend, model, "test_step", accumulate=True)
         # By whether the model holds its weights: a graph gathers them, or does not.
         self._updates = {holds: compiled(self._update_batch, reduce_retracing=True) for holds in (True, False)}
-        self._results = compiled(lambda: backend.run(self._logs.results, "evaluation"))
-        self._look = compiled(lambda: backend.run(self._logs.results, "evaluation_so_far"))
+        keep = backend.local_size == 1
+        self._results = compiled(lambda: backend.run(partial(self._logs.results, "evaluation", keep=keep)).of_epoch)
+        self._look = compiled(lambda: backend.run(self._logs.results, "evaluation_so_far").of_step)
 
     def __call__(self, batches: Iterable[Batch], hooks: EvaluationHooks | None = None) -> Evaluation:
         """Evaluate on `batches`, equally many on each replica. Raises DataError without samples. Collective."""
         begin = time.perf_counter()
-        kept = [(variable, variable.numpy()) for variable in self._logs.variables()]
         self._logs.reset()
         hooks, rule = hooks or EvaluationHooks(), self._rule()
         holds = rule is None or rule.holds_weights
@@ -229,10 +232,15 @@ class KerasEvaluator:
         if not count:
             raise DataError("There is nothing to evaluate: the validation data hold no samples.")
         results = {name: metric_value(value) for name, value in self._results().items()}
-        self._model.reset_metrics()
+        return evaluation_of(results, time.perf_counter() - begin)
+
+    @contextmanager
+    def kept_metrics(self) -> Iterator[None]:
+        """Restore after the context what the model's metrics hold: the epoch so far of a training under way."""
+        kept = [(variable, variable.numpy()) for variable in self._logs.variables()]
+        yield
         for variable, value in kept:
             variable.assign(value)
-        return evaluation_of(results, time.perf_counter() - begin)
 
     def _so_far(self) -> dict[str, Value]:
         return {name: metric_value(value) for name, value in self._look().items()}

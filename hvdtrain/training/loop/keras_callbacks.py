@@ -72,6 +72,8 @@ def refuse_copies_of_slices(callbacks: Sequence[Any], *, saves: bool) -> None:
 WRITERS = (_callbacks.ModelCheckpoint, _callbacks.CSVLogger, _callbacks.TensorBoard, _callbacks.RemoteMonitor)
 """Callbacks that run on the first replica only; all others run on every replica with the same metrics."""
 RATE_SETTERS = (_callbacks.ReduceLROnPlateau, _callbacks.LearningRateScheduler)
+READ_LOGS = (_callbacks.TensorBoard, _callbacks.TerminateOnNaN, _callbacks.ProgbarLogger)
+"""Callbacks that use nothing but the logs of a batch."""
 _BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
 _TEST_BATCH_HOOKS = ("on_test_batch_begin", "on_test_batch_end")
 
@@ -81,6 +83,8 @@ class CallbackNeeds(NamedTuple):
 
     anything: bool
     batches: bool
+    weights: bool
+    """Callbacks of batches may read the model, whose statistics are then averaged after each."""
     test_batches: bool
     ends_on_nan: bool
     """A loss that is not finite ends the training by a callback, and is no error."""
@@ -97,6 +101,7 @@ def needs_of_all(callbacks: Sequence[Any], backend: Backend) -> CallbackNeeds:
     mine = CallbackNeeds(
         anything=bool(flat),
         batches=any(map(_asks_for_batches, flat)),
+        weights=any(_asks_for_batches(each) and not isinstance(each, READ_LOGS) for each in flat),
         test_batches=any(_overrides(callback, _TEST_BATCH_HOOKS) for callback in flat),
         ends_on_nan=any(isinstance(callback, _callbacks.TerminateOnNaN) for callback in flat),
     )

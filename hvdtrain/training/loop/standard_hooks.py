@@ -150,6 +150,7 @@ class StandardTraining:
         """Register the hooks, in calling order."""
         loop, callbacks = self.loop, self._callbacks
         loop.add_hook(self._note, EVERY_STEP, roll_back=self._rewind)
+        loop.add_hook_before(self._begin_epoch)
         if callbacks is not None:
             loop.add_hook_before(self._begin_step)
             if callbacks.needs.batches:
@@ -218,8 +219,16 @@ class StandardTraining:
         mine = RankTimes(host_name(), activity.times.blocks, activity.looks, activity.working_looks)
         return slowest_rank([RankTimes.of(theirs) for theirs in gather(self._backend, asdict(mine))])
 
+    def _begin_epoch(self, step: StepEnd) -> None:
+        """Reset the metrics where Keras does: what callbacks evaluated since is not of this epoch."""
+        if step.place == 0 and not step.first:
+            self._step.begin_metrics()
+        self._state.counts_epoch = True
+
     def _begin_step(self, step: StepEnd) -> None:
         assert self._callbacks is not None, "added only where there are callbacks"
+        if self._callbacks.needs.batches and step.place > 0:
+            self._step.show_metrics()
         looked_at = step.first or step.place == 0 or self._callbacks.needs.batches
         with self._rule.shown_weights() if looked_at else nullcontext():
             self._callbacks.begin_step(step)
@@ -235,8 +244,11 @@ class StandardTraining:
 
     def _show_batch(self, step: StepEnd) -> None:
         assert self._callbacks is not None, "added only where there are callbacks"
+        if self._callbacks.needs.weights:
+            self._state.average_statistics(self._backend, self._rule.trainers)
+        self._step.show_metrics()
         with self._rule.shown_weights():
-            self._callbacks.end_step(step, self._step.metrics_so_far)
+            self._callbacks.end_step(step, self._step.results_of_step)
 
     def _check_and_log(self, step: StepEnd) -> Outcome:
         """Handle non-finite values, and log the step."""
@@ -301,6 +313,7 @@ class StandardTraining:
         if self._callbacks is not None or validation is not None:
             self._state.average_statistics(self._backend, self._rule.trainers)
         logs = self._report.training_metrics()
+        self._state.counts_epoch = False
         if self._rule.guard is not None:
             logs["bad_steps"] = self._bad_steps.end_epoch()
         if validation is not None:

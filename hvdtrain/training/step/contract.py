@@ -58,11 +58,17 @@ class CompiledStep(Protocol):
     def recent_metrics(self) -> Mapping[str, Any]:
         """Return the metrics since the last call in the epoch, over all replicas. Collective."""
 
+    def show_metrics(self) -> None:
+        """Let the model's metrics hold those of all replicas, for user code before the next step. Collective."""
+
+    def results_of_step(self) -> Mapping[str, Any]:
+        """Return what the last step returned, over all replicas: metrics of the epoch so far. Collective."""
+
     def metrics_so_far(self) -> Mapping[str, Any]:
         """Return the metrics of the epoch so far, over all replicas. Collective."""
 
     def epoch_metrics(self) -> Mapping[str, Any]:
-        """Return the metrics since the last call, if requested. Collective."""
+        """Return the metrics of the epoch, which the model's hold until `begin_metrics`. Collective."""
 
 
 class LocalGradients(NamedTuple):

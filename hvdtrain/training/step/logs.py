@@ -37,6 +37,15 @@ class Figure(NamedTuple):
         return tf.convert_to_tensor(result)
 
 
+class Results(NamedTuple):
+    """Global results by name: tensors, or their values."""
+
+    of_step: dict[str, Any]
+    """Of what the step returned."""
+    of_epoch: dict[str, Any]
+    """Of the model's metrics where the step returned their names, as Keras reports epochs; else as `of_step`."""
+
+
 class StepLogs:
     """Global values of a step's results: metric results over all samples, other tensors averaged.
 
@@ -55,6 +64,9 @@ class StepLogs:
         self._step = step
         self._accumulate = accumulate
         self._figures: dict[str, Figure] = {}
+        """Of what a step returned, by name."""
+        self._of_epoch: dict[str, Figure] = {}
+        """Of an epoch: where these are the names of the model's metrics, their results, as in Keras."""
         self._other: dict[str, tf.Variable] = {}
         self._seen: dict[int, dict[int, tuple[Any, tuple[str, ...], Any]]] = {}
         """Results of metrics by their identity, of each thread that traces: a strategy has one for each replica."""
@@ -91,6 +103,7 @@ class StepLogs:
         """
         values = {name: self._figure(name, value) for name, value in self._flat(logs).items()}
         self._figures = {name: figure for name, (_, figure) in values.items()}
+        self._of_epoch = self._figures_of_epoch(logs)
         for value, figure in values.values():
             if figure.sums is not None:
                 weight = tf.cast(samples, tf.float64)
@@ -101,18 +114,30 @@ class StepLogs:
         watched = ["loss"] if "loss" in values else losses or list(values)
         return [values[name][0] for name in watched]
 
+    def _figures_of_epoch(self, logs: Mapping[str, Any]) -> dict[str, Figure]:
+        """Return the results of the model's metrics if the step returned their names; else those of the step."""
+        container = compile_metrics(self._model)
+        if container is not None and not container.built:
+            return self._figures
+        with self.recording():
+            named = self._model.get_metrics_result()
+        if set(named) != set(logs):
+            return self._figures
+        found = {name: self._figure(name, value)[1] for name, value in self._flat(named).items()}
+        return {name: figure if figure.metric else self._figures[name] for name, figure in found.items()}
+
     def own_numbers(self, logs: Mapping[str, Any]) -> dict[str, tf.Tensor]:
         """Return those of a step's results that are no metric's, while they are recorded."""
         seen = self._seen.get(threading.get_ident(), {})
         flat = {name: value for name, value in self._flat(logs).items() if id(value) not in seen}
         return {name: value for name, value in flat.items() if tf.is_tensor(value) and value.dtype.is_floating}
 
-    def results(self, role: str) -> dict[str, tf.Tensor]:
-        """Return the global results by name, without side effects. Collective."""
-        with self._summed(role) as others:
+    def results(self, role: str, *, keep: bool = False) -> Results:
+        """Return the global results. Collective. The metrics' variables are unchanged, or `keep` the global sums."""
+        with self._summed(role, keep=keep) as others:
             return self._read(others)
 
-    def progress(self, role: str) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]]:
+    def progress(self, role: str) -> tuple[dict[str, tf.Tensor], Results]:
         """Return the results since the last call, and since the reset. Collective.
 
         In one exchange, in a compiled function, without changing what is counted.
@@ -123,7 +148,7 @@ class StepLogs:
             reported = [self._reported_sum(variable) for variable in self.variables()]
             for variable, total, before in zip(self.variables(), sums, reported, strict=True):
                 variable.assign(total - before.read_value())
-            recent = self._read(others)
+            recent = self._read(others).of_epoch
         for before, total in zip(reported, sums, strict=True):
             before.assign(total)
         return recent, so_far
@@ -148,9 +173,18 @@ class StepLogs:
 
     def reset(self) -> None:
         """Reset the model's metrics, like Keras per epoch, and other averages."""
-        self._model.reset_metrics()
+        self.reset_model()
         for variable in (*self._other.values(), *self._reported.values()):
             variable.assign(tf.zeros_like(variable))
+
+    def reset_model(self) -> None:
+        """Reset the metrics that Keras resets."""
+        self._model.reset_metrics()
+
+    def clear(self) -> None:
+        """Reset every metric, also of layers that Keras does not reset, whose sums another replica has."""
+        for metric in metrics_of(self._model):
+            metric.reset_state()
 
     def variables(self) -> list[tf.Variable]:
         """Return the metrics' variables."""
@@ -168,11 +202,14 @@ class StepLogs:
 
     def local_results(self) -> dict[str, tf.Tensor]:
         """Return the results of metrics by name, on this replica."""
-        return {name: figure.read() for name, figure in self._figures.items() if figure.metric is not None}
+        return {name: figure.read() for name, figure in self._of_epoch.items() if figure.metric is not None}
 
     @contextmanager
-    def _summed(self, role: str) -> Iterator[dict[str, tf.Tensor]]:
-        """Let the metrics' variables hold sums over the replicas; yield the averages of other results. Collective."""
+    def _summed(self, role: str, *, keep: bool = False) -> Iterator[dict[str, tf.Tensor]]:
+        """Let the metrics' variables hold sums over the replicas; yield the averages of other results. Collective.
+
+        To `keep` them is to hold them afterwards, too.
+        """
         variables = self.variables()
         own = [variable.read_value() for variable in variables]
         others = {name: figure.sums for name, figure in self._figures.items() if figure.sums is not None}
@@ -184,12 +221,15 @@ class StepLogs:
         means = [tf.math.divide_no_nan(sums[0], sums[1]) for sums in summed[len(own) :]]
         yield dict(zip(others, means, strict=True))
         for variable, value in zip(variables, own, strict=True):
-            variable.assign(value)
+            if not keep:
+                variable.assign(value)
 
-    def _read(self, others: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-        return {
-            name: others[name] if figure.metric is None else figure.read() for name, figure in self._figures.items()
-        }
+    def _read(self, others: Mapping[str, tf.Tensor]) -> Results:
+        def values(figures: Mapping[str, Figure]) -> dict[str, tf.Tensor]:
+            return {name: others[name] if figure.metric is None else figure.read() for name, figure in figures.items()}
+
+        of_step = values(self._figures)
+        return Results(of_step, of_step if self._of_epoch is self._figures else values(self._of_epoch))
 
     def note_reported(self) -> None:
         """Make the variables of `progress`, which a compiled function that makes them would be traced twice for."""
@@ -262,43 +302,74 @@ class EpochMetrics:
     def __init__(self, backend: Backend, logs: StepLogs, *, counts: bool = True) -> None:
         self._backend = backend
         self._logs = logs
-        self._counts = counts
-        self._so_far: dict[str, Value] | None = None
+        self._counts_for_all = counts and backend.index == 0
+        self._shares = backend.job_size > 1 and backend.local_size == 1
+        """Whether other processes count, too, each by metrics of its own."""
+        self._drop: Callable[[], None] | None = None
+        """While the model's metrics hold the sums over all replicas: what resets them again where others count them."""
+        self._so_far: Results | None = None
         """Results of the epoch so far, if they are known since the last step."""
         self._results = self._compiled(lambda: logs.results("metric_so_far"))
+        self._showing = self._compiled(lambda: logs.results("metrics_shown", keep=True))
         self._recent = self._compiled(self._progress)
         self._sums = self._compiled(lambda: logs.sums("metric_sums"))
 
     def begin_metrics(self, sums: Mapping[str, list[Any]] | None = None) -> None:
-        """Reset the metrics, or restore `sums` on the first replica."""
+        """Reset the metrics, or restore `sums`, as `show_metrics` shows them."""
+        self._so_far, self._drop = None, self._logs.reset_model if self._shares else None
+        self._logs.restore_sums(sums or {}, counted_here=self._counts_for_all or self._shares)
+
+    def show_metrics(self) -> None:
+        """Let the model's metrics hold the sums over all replicas, for user code before the next step. Collective.
+
+        What that code leaves there counts once.
+        """
+        if self._shares and self._drop is None:
+            self._so_far = _values(self._showing())
+            self._drop = self._logs.clear
+
+    def _count(self) -> None:
+        """Go on to count; the first replica has what the metrics held while they were shown."""
         self._so_far = None
-        self._logs.restore_sums(sums or {}, counted_here=self._counts and self._backend.index == 0)
+        if self._drop is not None and not self._counts_for_all:
+            self._drop()
+        self._drop = None
 
     def metric_sums(self) -> dict[str, list[Any]]:
         """Return the state of each metric over all replicas. Collective."""
+        self._count()
         return {name: [value.numpy().tolist() for value in values] for name, values in self._sums().items()}
 
     def recent_metrics(self) -> dict[str, Value]:
         """Return the results since the last call in the epoch, over all replicas. Collective."""
+        self._count()
         with self._backend.scope():
             self._logs.note_reported()
-        recent, self._so_far = map(_values, self._recent())
-        return recent
+        recent, so_far = self._recent()
+        self._so_far = _values(so_far)
+        return _numbers(recent)
+
+    def results_of_step(self) -> dict[str, Value]:
+        """Return what the last step returned, over all replicas: metrics of the epoch so far. Collective."""
+        return dict(self._known().of_step)
 
     def metrics_so_far(self) -> dict[str, Value]:
         """Return the results of the epoch so far, over all replicas. Collective."""
-        if self._so_far is None:
-            self._so_far = _values(self._results())
-        return dict(self._so_far)
+        return dict(self._known().of_epoch)
 
     def epoch_metrics(self) -> dict[str, Value]:
-        """Return the results of the epoch, over all replicas, and begin the next. Collective."""
+        """Return the results of the epoch, over all replicas, which the metrics hold until the next. Collective."""
         results = self.metrics_so_far()
-        self._so_far = None
-        self._logs.reset()
+        self.show_metrics()
         return results
 
-    def _progress(self) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]]:
+    def _known(self) -> Results:
+        if self._so_far is None:
+            self._count()
+            self._so_far = _values(self._results())
+        return self._so_far
+
+    def _progress(self) -> tuple[dict[str, tf.Tensor], Results]:
         """Return the results since the last call, and of the epoch so far, in a compiled function. Collective."""
         return self._logs.progress("train_metric")
 
@@ -347,7 +418,12 @@ def all_reduced(replicas: Collectives, tensors: Sequence[tf.Tensor], role: str) 
     return [sums[place] for place in range(len(tensors))]
 
 
-def _values(results: Mapping[str, Any]) -> dict[str, Value]:
+def _values(results: Results) -> Results:
+    """Convert results to numbers and arrays."""
+    return Results(*map(_numbers, results))
+
+
+def _numbers(results: Mapping[str, Any]) -> dict[str, Value]:
     return {name: metric_value(result) for name, result in results.items()}
 
 

@@ -19,7 +19,7 @@ from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.step.batches import Microbatches, replica_slice
 from hvdtrain.training.step.contract import LocalGradients, Measured, StepResult
 from hvdtrain.training.step.guard import VariableSnapshot, untrained_variables
-from hvdtrain.training.step.logs import EpochMetrics, StepLogs
+from hvdtrain.training.step.logs import EpochMetrics, Results, StepLogs
 from hvdtrain.training.update_rules.base import UpdateRule
 
 MOST_GRAPHS = 32
@@ -139,7 +139,7 @@ class ReplicaStep(EpochMetrics):
     def __call__(self, batch: Batch, *, measure: bool) -> StepResult:
         """Train on `batch`; `measure` fills `Measured`. Collective."""
         self._rule.begin_step()
-        self._so_far = None
+        self._count()
         inputs, targets, weights, *share = batch
         if tf.is_tensor(batch.global_samples):
             return self._reported(self._general[measure](batch))
@@ -150,7 +150,7 @@ class ReplicaStep(EpochMetrics):
             return self._reported(self._general[measure](_with_sizes_as_tensors(batch)))
         return self._reported(graph(*parts))
 
-    def _progress(self) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]]:
+    def _progress(self) -> tuple[dict[str, tf.Tensor], Results]:
         """Also return the routing of tokens to experts."""
         recent, so_far = super()._progress()
         return recent | routing_metrics(self._expert_layers, self._figures), so_far

@@ -4,6 +4,8 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
+from as_keras import assert_trained_as_keras
 from checks.keras_models import CROSSENTROPY, LABELS, X, sequential, sgd
 from world import World, flat_bytes, refused
 from worlds import worlds
@@ -113,3 +115,94 @@ def check_rates_that_differ_are_refused(world: World) -> None:
         )
         with refused("A callback set the learning rate 0.2 on rank 1 and 0.1 on rank 0", ConfigError):
             fit(world, [rogue])
+
+
+class Centered(keras.layers.Layer):
+    """Subtracts in inference a moving average of its inputs, which training does not use."""
+
+    def build(self, shape: Any) -> None:
+        self.mean = self.add_weight(shape=(shape[-1],), initializer="zeros", trainable=False)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if training:
+            self.mean.assign(0.5 * self.mean + 0.5 * tf.reduce_mean(x, 0))
+            return x
+        return x - self.mean
+
+
+class NamedStep(keras.Model):
+    """A step of its own, which returns numbers of a batch by the names of the model's metrics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = keras.Sequential([keras.Input((6,)), Centered(), keras.layers.Dense(1)])
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        return self.net(x, training=training)
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            outputs = self(x, training=True)
+            loss = self.compute_loss(x, y, outputs)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        for metric in self.metrics:
+            metric.update_state(*((loss,) if metric.name == "loss" else (y, outputs)))
+        return {"loss": loss, "mae": tf.reduce_mean(tf.abs(y - outputs))}
+
+
+class Inquisitive(keras.callbacks.Callback):
+    """Evaluates, predicts, reads metrics and averages weights wherever a callback can."""
+
+    def __init__(self, x: np.ndarray, y: np.ndarray) -> None:
+        super().__init__()
+        self.x, self.y = x, y
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.average = self.model.get_weights()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.seen: list[Any] = [self.model.evaluate(self.x[:10], self.y[:10], verbose=0)[0]]
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.seen.append(self.model.predict(self.x[:2], verbose=0).sum())
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.seen += [logs["loss"], *self.model.get_metrics_result().values()]
+        self.average = [0.9 * a + 0.1 * b for a, b in zip(self.average, self.model.get_weights(), strict=True)]
+        if batch == 1:
+            self.model.reset_metrics()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.seen += self.model.get_metrics_result().values()
+        logs["second"] = self.model.evaluate(-self.x[:10], self.y[:10], verbose=0)[0]
+        logs["seen"] = np.array(self.seen, "float64")
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self.model.set_weights(self.average)
+
+
+@worlds("mpirun-2")
+@worlds("gloo-4", extended=True)
+def check_callbacks_use_the_model_and_its_metrics_as_in_keras(world: World) -> None:
+    """What they find within an epoch is over all ranks, and what they leave in the metrics ends with the epoch."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(64, 6)) + np.linspace(-1, 2, 64)[:, None]
+    y = 2 * x[:, :1] - x[:, 1:2]
+
+    def build() -> keras.Model:
+        keras.utils.set_random_seed(0)
+        model = NamedStep()
+        model(x[:2])
+        return model
+
+    def compiled() -> dict[str, Any]:
+        return {"optimizer": keras.optimizers.SGD(0.05), "loss": "mse", "metrics": ["mae"]}
+
+    def fit() -> dict[str, Any]:
+        batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(16)
+        # At the end of the second epoch callbacks find the metrics of the validation, as in Keras.
+        validation = {"validation_data": (x[:20], y[:20]), "validation_freq": 2}
+        return {"x": batches, "epochs": 2, "callbacks": [Inquisitive(x, y)], **validation}
+
+    assert_trained_as_keras(world, build, compiled, fit)

@@ -6,6 +6,7 @@ import json
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from hvdtrain.config.checkpoint import Checkpoint
 from hvdtrain.config.errors import ConfigError
@@ -168,6 +169,41 @@ def test_one_metric_object_that_is_listed_twice_counts_as_in_keras():
     expected = compiled().evaluate(X, CLASSES, sample_weight=WEIGHTS, verbose=0, return_dict=True)
     found = Trainer(compiled()).evaluate(X, CLASSES, sample_weight=WEIGHTS, verbose=0, return_dict=True)
     assert found == pytest.approx(expected, rel=1e-5)
+
+
+class OwnFigures(keras.Model):
+    """Returns numbers of a batch, by names of its metrics or others, and what it reads of the optimizer."""
+
+    def __init__(self, *others):
+        super().__init__()
+        self.dense, self.others = keras.layers.Dense(3), others
+
+    def call(self, inputs):
+        return self.dense(inputs)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        self.metrics[0].update_state(loss)
+        others = {"rate": self.optimizer.learning_rate, "steps": self.optimizer.iterations, "twice": 2 * loss}
+        return {"loss": loss, **{name: others[name] for name in self.others}}
+
+
+@pytest.mark.parametrize("others", [(), ("twice",)], ids=" ".join)
+def test_what_an_own_step_returns_is_reported_as_in_keras(others, rate=0.1):
+    def trained(fit):
+        keras.utils.set_random_seed(0)
+        model, batches = OwnFigures(*others), Batches()
+        model.compile(keras.optimizers.SGD(rate), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        data = tf.data.Dataset.from_tensor_slices((X[:48], CLASSES[:48])).batch(16)
+        return fit(model, data, epochs=2, verbose=0, callbacks=[batches]).history, batches.seen
+
+    expected, seen = trained(lambda model, *args, **options: model.fit(*args, **options))
+    found, ours = trained(lambda model, *args, **options: Trainer(model).fit(*args, **options))
+    for mine, other in zip([found, *ours], [expected, *seen], strict=True):
+        assert_same({name: mine[name] for name in other}, other)
 
 
 class Notes(Observer):

@@ -239,12 +239,22 @@ class PacedStep:
         self._come_together()
         return self._step.recent_metrics()
 
+    def show_metrics(self) -> None:
+        """Let the model's metrics hold those of all replicas. Collective."""
+        self._come_together()
+        self._step.show_metrics()
+
+    def results_of_step(self) -> Mapping[str, Any]:
+        """Return what the last step returned. Collective."""
+        self._come_together()
+        return self._step.results_of_step()
+
     def metrics_so_far(self) -> Mapping[str, Any]:
         """Return the metrics of the epoch so far. Collective."""
         self._come_together()
         return self._step.metrics_so_far()
 
     def epoch_metrics(self) -> Mapping[str, Any]:
-        """Return the metrics since the last call, if requested. Collective."""
+        """Return the metrics of the epoch. Collective."""
         self._come_together()
         return self._step.epoch_metrics()

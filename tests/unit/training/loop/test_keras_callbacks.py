@@ -1,5 +1,7 @@
 """What callbacks see of single batches."""
 
+from functools import partial
+
 import keras
 import numpy as np
 import pytest
@@ -83,6 +85,36 @@ def test_an_evaluations_batches_show_loss_and_metrics_so_far(model):
     assert note.test[-1][1] == pytest.approx({"loss": last.loss, **last.metrics})
 
 
+class Second(keras.callbacks.Callback):
+    """Evaluates other samples by the model's own metrics, and notes what these hold before."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        logs["held"] = float(self.model.get_metrics_result()["loss"])
+        logs["second"] = self.model.evaluate(-X[:8], Y[:8], verbose=0)[0]
+
+
+@pytest.mark.parametrize("validated", [{}, {"validation_data": (X[:16], Y[:16])}], ids=["", "validated"])
+def test_a_callback_that_evaluates_leaves_the_next_epochs_as_in_keras(validated):
+    def history(fit):
+        keras.utils.set_random_seed(0)
+        model = dense()
+        model.compile(keras.optimizers.SGD(0.05), LOSS, metrics=["accuracy"])
+        return fit(model)(X, Y, epochs=3, shuffle=False, verbose=0, callbacks=[Second()], **validated).history
+
+    expected = history(lambda model: partial(model.fit, batch_size=8))
+    found = history(lambda model: partial(Trainer(model).fit, batch=8))
+    assert sorted(found) == sorted(expected)
+    for name, values in expected.items():
+        assert found[name] == pytest.approx(values, rel=1e-5), name
+
+
+def test_an_evaluation_within_an_epoch_leaves_the_epochs_metrics():
+    trainer = Trainer(dense(), keras.optimizers.SGD(0.0), LOSS, ["accuracy"])
+    look = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: trainer.evaluate(X[:8], Y[:8]))
+    found = trainer.fit(X, Y, batch=8, verbose=0, callbacks=[look]).history
+    assert found["loss"] == pytest.approx([figures(trainer, 42)["loss"]], rel=1e-5)
+
+
 class Others:
     """Stands for the other ranks, and what their callbacks ask for."""
 
@@ -114,10 +146,10 @@ def test_what_one_rank_asks_for_all_give():
 
     assert needed([]) == set()
     assert needed([plain]) == {"anything"}
-    assert needed([[plain], Noting()]) == {"anything", "batches", "test_batches"}
-    other = b'{"anything": true, "batches": false, "test_batches": true, "ends_on_nan": false}'
+    assert needed([[plain], Noting()]) == {"anything", "batches", "weights", "test_batches"}
+    other = b'{"anything": true, "batches": false, "weights": false, "test_batches": true, "ends_on_nan": false}'
     assert needed([], other) == {"anything", "test_batches"}
-    assert needed([keras.callbacks.ModelCheckpoint("x.keras", save_freq=3)]) == {"anything", "batches"}
+    assert needed([keras.callbacks.ModelCheckpoint("x.keras", save_freq=3)]) == {"anything", "batches", "weights"}
     assert needed([keras.callbacks.ModelCheckpoint("x.keras")]) == {"anything"}
     assert needed([keras.callbacks.TerminateOnNaN()]) == {"anything", "batches", "ends_on_nan"}
     with pytest.raises(ConfigError, match=r"callbacks must be keras\.callbacks\.Callback objects"):

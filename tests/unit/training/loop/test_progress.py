@@ -49,6 +49,7 @@ def test_the_sums_of_a_begun_epoch_are_taken_up():
     second.begin_metrics(sums)
     second(batches[2], measure=False)
     assert second.epoch_metrics() == pytest.approx(expected)
+    second.begin_metrics()
     assert second.metric_sums()["accuracy"] == [0.0, 0.0]
 
 
