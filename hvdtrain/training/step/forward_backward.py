@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.compat.keras import loss_tracker
-from hvdtrain.compat.keras_variables import trained_variables
+from hvdtrain.compat.keras_variables import CURRENT_RATE, rate_after_update, trained_variables
 from hvdtrain.data.batch import Batch
 from hvdtrain.gradients.reduction import Gradient, scaled
 from hvdtrain.layers.exchanging import exchanging_layers, samples_of
@@ -244,6 +244,8 @@ class _Taken:
         with ExitStack() as stack:
             stack.enter_context(differentiating(self._sources, self._gradient))
             stack.enter_context(replaced(self._optimizer, "apply", self._apply))
+            inner = innermost(self._optimizer)
+            stack.enter_context(replaced(inner, CURRENT_RATE, self._rate_of(inner)))
             if not has_own_train_step(self._model):
                 tracker = loss_tracker(self._model)
                 stack.enter_context(replaced(tracker, "update_state", self._noting(tracker)))
@@ -305,6 +307,11 @@ class _Taken:
         )
         pairs = zip(variables, grads, strict=True)
         self._by_variable = {id(unwrap(variable)): gradient for variable, gradient in pairs}
+
+    def _rate_of(self, optimizer: Any) -> Callable[[], Any]:
+        """Return an optimizer's learning rate, which a step reads after `apply` as after the update."""
+        rate = active(optimizer, CURRENT_RATE)
+        return lambda: rate() if self._by_variable is None else rate_after_update(optimizer, rate)
 
     def _noting(self, tracker: Any) -> Callable[..., None]:
         original = active(tracker, "update_state")

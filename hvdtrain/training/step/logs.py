@@ -28,6 +28,8 @@ class Figure(NamedTuple):
     """Where the value lies in a result that is a dict, perhaps of dicts."""
     sums: tf.Variable | None
     """[2], for other tensors: this replica's sum of value x samples, and of samples."""
+    variable: tf.Variable | None = None
+    """A returned variable, such as a learning rate, which is read when it is shown, as after the step."""
 
     def read(self) -> tf.Tensor:
         """Return the metric's current result."""
@@ -35,6 +37,14 @@ class Figure(NamedTuple):
         for name in self.key:
             result = result[name]
         return tf.convert_to_tensor(result)
+
+    def read_sums(self) -> tf.Tensor:
+        """Return `sums` now."""
+        assert self.sums is not None, "not of a metric"
+        if self.variable is None:
+            return self.sums.read_value()
+        samples = self.sums[1]
+        return tf.stack([tf.math.multiply_no_nan(tf.cast(self.variable, tf.float64), samples), samples])
 
 
 class Results(NamedTuple):
@@ -130,7 +140,8 @@ class StepLogs:
         """Return those of a step's results that are no metric's, while they are recorded."""
         seen = self._seen.get(threading.get_ident(), {})
         flat = {name: value for name, value in self._flat(logs).items() if id(value) not in seen}
-        return {name: value for name, value in flat.items() if tf.is_tensor(value) and value.dtype.is_floating}
+        formed = {name: value for name, value in flat.items() if tf.is_tensor(value) and not _is_variable(value)}
+        return {name: value for name, value in formed.items() if value.dtype.is_floating}
 
     def results(self, role: str, *, keep: bool = False) -> Results:
         """Return the global results. Collective. The metrics' variables are unchanged, or `keep` the global sums."""
@@ -212,8 +223,8 @@ class StepLogs:
         """
         variables = self.variables()
         own = [variable.read_value() for variable in variables]
-        others = {name: figure.sums for name, figure in self._figures.items() if figure.sums is not None}
-        summed = [*own, *(sums.read_value() for sums in others.values())]
+        others = {name: figure.read_sums() for name, figure in self._figures.items() if figure.sums is not None}
+        summed = [*own, *others.values()]
         if world_size(self._replicas) > 1:  # stages of one replica are summed, too
             summed = all_reduced(self._replicas, summed, role)
             for variable, value in zip(variables, summed, strict=False):
@@ -274,7 +285,7 @@ class StepLogs:
         if name not in self._other:
             with tf.init_scope():
                 self._other[name] = tf.Variable(tf.zeros([2], tf.float64), trainable=False, name="figure")
-        return tensor, Figure(None, (), self._other[name])
+        return tensor, Figure(None, (), self._other[name], unwrap(value) if _is_variable(value) else None)
 
     def _named(self) -> dict[str, Any]:
         """Return the metrics that have variables, by distinct names."""
@@ -376,6 +387,10 @@ class EpochMetrics:
     def _compiled(self, function: Callable[[], Any]) -> Callable[[], Any]:
         results: Callable[[], Any] = compiled(lambda: self._backend.run(function))
         return results
+
+
+def _is_variable(value: Any) -> bool:
+    return hasattr(value, "assign")
 
 
 def _noting(metric: Any, seen: dict[int, tuple[Any, tuple[str, ...], Any]]) -> Callable[..., Any]:

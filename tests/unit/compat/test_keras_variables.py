@@ -196,6 +196,17 @@ def has_a_rate():
     assert float(compat.rate_or_schedule(keras.optimizers.SGD(0.5)).numpy()) == 0.5
 
 
+@CONTRACTS.of(compat.rate_after_update)
+def knows_the_next_rate():
+    optimizer, mine = built(
+        keras.optimizers.SGD, learning_rate=keras.optimizers.schedules.ExponentialDecay(1.0, 1, 0.5)
+    )
+    found = compat.rate_after_update(optimizer, getattr(optimizer, compat.CURRENT_RATE))
+    assert float(optimizer.learning_rate) == 1.0
+    optimizer.apply([tf.ones([2])], [mine])
+    assert float(found) == float(optimizer.learning_rate) == 0.5
+
+
 @CONTRACTS.of(compat.slot_of)
 def finds_slots():
     optimizer, mine = built(keras.optimizers.SGD, momentum=0.9)

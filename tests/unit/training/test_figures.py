@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras.optimizers.schedules import ExponentialDecay
 
 from hvdtrain.config.checkpoint import Checkpoint
 from hvdtrain.config.errors import ConfigError
@@ -191,8 +192,9 @@ class OwnFigures(keras.Model):
         return {"loss": loss, **{name: others[name] for name in self.others}}
 
 
-@pytest.mark.parametrize("others", [(), ("twice",)], ids=" ".join)
-def test_what_an_own_step_returns_is_reported_as_in_keras(others, rate=0.1):
+@pytest.mark.parametrize("others", [(), ("twice",), ("rate", "steps")], ids=" ".join)
+@pytest.mark.parametrize("rate", [0.1, ExponentialDecay(0.1, 1, 0.5)], ids=["variable", "schedule"])
+def test_what_an_own_step_returns_is_reported_as_in_keras(others, rate):
     def trained(fit):
         keras.utils.set_random_seed(0)
         model, batches = OwnFigures(*others), Batches()
