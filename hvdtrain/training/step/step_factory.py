@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
-from hvdtrain.compat.keras import build_from, compile_arguments
+from hvdtrain.compat.keras import build_from, compile_arguments, flatten_layers
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.config.options import check
 from hvdtrain.data.batch import Batch
@@ -242,6 +242,9 @@ class KerasStepFactory:
                 replicas=self._backend,
                 targets=batch.targets,
                 outputs=outputs,
+        if not all(layer.built for layer in flatten_layers(self._model)):
+            # Called in training only, or by compute_loss: their variables are trained and saved like all others.
+            tf.function(self._forms(), autograph=False).get_concrete_function(batch)
                 ranks=self._backend.axes["cp"],
             )
 

@@ -398,6 +398,43 @@ def linear(features):
     return keras.Sequential([keras.Input((features,)), keras.layers.Activation("linear")])
 
 
+class TwoTowers(keras.Model):
+    """One is called by compute_loss alone, and a head in training alone; the last layer never."""
+
+    def __init__(self):
+        super().__init__()
+        self.tower, self.other, self.head = (keras.layers.Dense(3) for _ in range(3))
+        self.unused = keras.layers.Dense(3)
+
+    def call(self, inputs, training=False):
+        outputs = self.tower(inputs)
+        if training:
+            self.add_loss(keras.ops.mean(keras.ops.square(self.head(outputs) - 1.0)))
+        return outputs
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        added = sum(self.losses) if training else 0.0
+        return keras.ops.mean(keras.ops.square(self.other(x) - y_pred)) + added
+
+
+@pytest.mark.parametrize("evaluates_first", [False, True])
+def test_layers_that_call_does_not_reach_are_trained_as_by_keras(evaluates_first):
+    models = []
+    for _ in range(2):
+        keras.utils.set_random_seed(0)
+        models.append(TwoTowers())
+        models[-1].compile(sgd())
+    reference, trainer = models[0], Trainer(models[1])
+    if evaluates_first:
+        expected = reference.evaluate(X, Y, batch_size=10, verbose=0)
+        assert trainer.evaluate(X, Y, batch=10, verbose=0).loss == pytest.approx(expected, rel=1e-5)
+    theirs = reference.fit(X, Y, batch_size=10, epochs=2, shuffle=False, verbose=0)
+    found = trainer.fit(X, Y, batch=10, epochs=2, shuffle=False, verbose=0)
+    assert len(reference.get_weights()) == 6
+    assert_equal_weights(trainer.model, reference.get_weights())
+    assert found.history["loss"] == pytest.approx(theirs.history["loss"], rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
