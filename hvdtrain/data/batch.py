@@ -22,7 +22,10 @@ class Batch(NamedTuple):
     sample_weight: Any
     """Weights [samples], or None."""
     has_samples: tf.Tensor | float
-    """1, or 0 for a replica without samples of a short batch: it holds one placeholder sample that does not count."""
+    """1, or 0 for a replica without samples of a short batch: it holds one placeholder sample that does not count.
+
+    1, too, where no replica has any: what a step makes of a batch without samples is left to Keras.
+    """
     global_samples: tf.Tensor | int
     """Samples of the global batch."""
     finite: bool | None = None
@@ -133,6 +136,12 @@ def as_batch(element: Any, has_samples: Any, total: Any, *, finite: bool | None 
     )
 
 
+def changed(change: Change, batch: Batch) -> Batch:
+    """Return a batch of which `change` was applied to the samples."""
+    fields = [each for each in (batch.inputs, batch.targets, batch.sample_weight) if each is not None]
+    return as_batch(change(*fields), batch.has_samples, batch.global_samples)
+
+
 def packed(elements: tuple[Any, ...]) -> Any:
     """Return arrays by field as the element that Keras makes of them: of a single array the array itself."""
     alone = len(elements) == 1 and not isinstance(elements[0], tuple | list)
@@ -158,7 +167,7 @@ def slice_batch(element: Any, index: int, size: int) -> Batch:
     def cut_one(tensor: tf.Tensor, length: tf.Tensor, whole: tf.Tensor) -> tf.Tensor:
         if size == 1:
             return tensor
-        fits = whole & (rows_of(tensor) == length) & (length > 0)
+        fits = whole & (rows_of(tensor) == length)
         checked = tf.debugging.Assert(fits, [_UNEQUAL, rows_of(tensor), length, total])
         with tf.control_dependencies([] if checked is None else [checked]):
             first, last, _ = slice_bounds_of_tensor(length, index, size)
@@ -177,10 +186,10 @@ def check_division(element: Any, size: int) -> None:
 
 
 _UNEQUAL = (
-    "A batch is empty, or its tensors differ in length, and slices would cut what belongs together, such as the edges "
-    "and nodes of a graph. Use drop_remainder=True where two datasets are zipped, leave out empty batches, or give "
-    'each rank whole batches of its own: fit(dataset.shard(hvdtrain.size(), hvdtrain.rank()), shard="rank"). '
-    "Received lengths:"
+    "The tensors of a batch differ in length, and slices would cut what belongs together, such as the edges and nodes "
+    "of a graph. Use drop_remainder=True where two datasets are zipped, or give each rank whole batches of its own: "
+    'fit(dataset.shard(hvdtrain.size(), hvdtrain.rank()), shard="rank"), or a PyDataset whose batch n is number '
+    "n * hvdtrain.size() + hvdtrain.rank(). Received lengths:"
 )
 
 
@@ -207,4 +216,20 @@ def slice_bounds_of_tensor(total: tf.Tensor, index: int, size: int) -> tuple[tf.
     """Like `slice_bounds`, for a `total` known only at run time."""
     begin, end = split_bounds(total, index, size)
     first = tf.minimum(begin, total - 1)
-    return first, tf.maximum(end, first + 1), tf.cast(end > begin, tf.float32)
+    return first, tf.maximum(end, first + 1), tf.cast((end > begin) | (total == 0), tf.float32)
+
+
+def of_any_length(nest: Any) -> Any:
+    """Return specs of the tensors of a nest for any number of rows; other values stay."""
+    return map_tensors(_spec_of_any_length, nest)
+
+
+def _spec_of_any_length(value: Any) -> Any:
+    if not tf.is_tensor(value):
+        return value
+    shape = [None, *value.shape[1:]] if value.shape.rank else value.shape
+    if isinstance(value, tf.SparseTensor):
+        return tf.SparseTensorSpec(shape, value.dtype)
+    if isinstance(value, tf.RaggedTensor):
+        return tf.RaggedTensorSpec(shape, value.dtype, value.ragged_rank, value.row_splits.dtype)
+    return tf.TensorSpec(shape, value.dtype)

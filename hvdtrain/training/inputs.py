@@ -179,7 +179,15 @@ def _dataset(
 
 
 def _cut(data: Any, batch: int, backend: Backend, change: Change | None) -> Cut:
-    """Return what takes this replica's slice of global batches. Raises ConfigError for a batch that does not divide."""
+    """Return what takes this replica's slice of global batches.
+
+    Raises DataError for no samples, and ConfigError for a number of them that does not divide.
+    """
+    if not batch:
+        raise DataError(
+            f"{name_of(data)} gives a first batch without samples, on which the model would be built. Leave it "
+            "out, such as by dataset.filter(lambda x, y: tf.shape(x)[0] > 0)."
+        )
     per_replica(batch, backend.data_parallel.size, uneven=backend.capabilities.uneven)
     return Cut(batch, index=backend.process, size=backend.processes, name=name_of(data), change=change)
 

@@ -10,7 +10,20 @@ import tensorflow as tf
 from hvdtrain.compat.keras import sparse_tensor
 from hvdtrain.config.errors import DataError
 from hvdtrain.data.arrays import nest_of
-from hvdtrain.data.batch import Batch, Change, as_batch, map_tensors, rows_between, rows_of, slice_bounds, tensors_in
+from hvdtrain.data.batch import (
+    Batch,
+    Change,
+    as_batch,
+    changed,
+    check_division,
+    count_of,
+    map_tensors,
+    rows_between,
+    rows_of,
+    slice_batch,
+    slice_bounds,
+    tensors_in,
+)
 
 CHECKED_VALUES = 64
 """About so many values of each array of a batch are compared among ranks."""
@@ -20,7 +33,7 @@ def standard(element: Any, name: str) -> Any:
     """Return a global batch as a nest of arrays [samples, …], `(inputs, targets[, sample_weight])` as a rule.
 
     Raises:
-        DataError: another structure, no samples, or arrays of different lengths.
+        DataError: another structure.
     """
     if isinstance(element, list) and any(hasattr(part, "shape") for part in element):
         element = tuple(element)
@@ -33,9 +46,8 @@ def standard(element: Any, name: str) -> Any:
             f"Received: {type(element).__name__}{f' of {len(element)}' if hasattr(element, '__len__') else ''}."
         )
     arrays = map_tensors(_array, nest_of(element))
-    lengths = {_length(array) for array in tensors_in(arrays)}
-    if len(lengths) != 1 or 0 in lengths:
-        raise DataError(f"A batch of {name} has arrays of {', '.join(map(str, sorted(lengths)))} samples.")
+    if any(not array.shape for array in tensors_in(arrays) if isinstance(array, np.ndarray)):
+        raise DataError(f"A batch of {name} holds a single number where an array [samples, …] belongs.")
     return arrays
 
 
@@ -47,9 +59,7 @@ def _array(value: Any) -> Any:
 
 
 def _length(array: Any) -> int:
-    if isinstance(array, np.ndarray):
-        return len(array) if array.ndim else 0
-    return int(rows_of(array))
+    return len(array) if isinstance(array, np.ndarray) else int(rows_of(array))
 
 
 @dataclass(frozen=True)
@@ -80,7 +90,12 @@ class Cut:
         return self._slice(arrays), _checksum(arrays)
 
     def _slice(self, arrays: Any) -> Batch:
-        total = _length(tensors_in(arrays)[0])
+        lengths = {_length(array) for array in tensors_in(arrays)}
+        total = count_of(arrays)
+        if len(lengths) > 1 or not total:
+            check_division(arrays, self.size)
+            batch = slice_batch(map_tensors(_as_tensor, arrays), self.index, self.size)
+            return batch if self.change is None else changed(self.change, batch)
         first, last, has_samples = slice_bounds(total, self.index, self.size)
         part = map_tensors(lambda array: _as_tensor(rows_between(array, first, last)), arrays)
         part = part if self.change is None else self.change(*part)

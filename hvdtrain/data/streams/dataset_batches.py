@@ -6,7 +6,7 @@ from functools import partial
 import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError, DataError, NoSamplesError, opt
-from hvdtrain.data.batch import Batch, Change, as_batch
+from hvdtrain.data.batch import Batch, changed
 from hvdtrain.data.pipeline import PREFETCH, no_autograph, sliced, steps_of_epoch
 from hvdtrain.data.streams.cut import Cut
 from hvdtrain.data.streams.python_batches import FirstPass, name_of
@@ -46,7 +46,7 @@ class DatasetTraining:
         self._one_shape = all(spec.shape[1:].is_fully_defined() for spec in tf.nest.flatten(dataset.element_spec))
         self._slices = _slices(dataset, cut.index, cut.size, shards)
         if cut.change is not None:
-            self._slices = self._slices.map(no_autograph(partial(_changed, cut.change)))
+            self._slices = self._slices.map(no_autograph(partial(changed, cut.change)))
         self.first_epoch = 0
         """The training's epoch in which the dataset is begun."""
         self.first_pass: FirstPass | None = None
@@ -137,8 +137,3 @@ def evaluation_of_dataset(
 
 def _slices(dataset: tf.data.Dataset, index: int, size: int, shards: ShardedDataset | None) -> tf.data.Dataset:
     return sliced(dataset, index, size) if shards is None else shards.slices(index, size)
-
-
-def _changed(change: Change, batch: Batch) -> Batch:
-    fields = [each for each in (batch.inputs, batch.targets, batch.sample_weight) if each is not None]
-    return as_batch(change(*fields), batch.has_samples, batch.global_samples)

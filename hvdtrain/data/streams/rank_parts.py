@@ -72,7 +72,11 @@ class RankTraining:
         own = iter(()) if self._mine is None else self._mine.batches(epoch * held + min(within, held))
         while True:
             for step in range(within, self.steps_per_epoch):
-                yield counted_by_weight(next(own), self._agreed.rows, self.batch) if step < held else self._none()
+                batch = next(own) if step < held else None
+                if batch is None or not rows_of(batch):
+                    yield self._none()
+                else:
+                    yield counted_by_weight(batch, self._agreed.rows, self.batch)
             within = 0
 
     def _none(self) -> Batch:
@@ -90,7 +94,7 @@ class RankEvaluation:
         left = self._agreed.steps
         for batch in self._mine:
             left -= 1
-            yield batch
+            yield batch if rows_of(batch) else self._agreed.placeholder
         for _ in range(left):
             yield self._agreed.placeholder
 

@@ -19,7 +19,7 @@ from hvdtrain.runtime.placement import placement_of
 from hvdtrain.state.hashes import checksum
 from hvdtrain.state.named_tensors import expert_parallel
 from hvdtrain.state.structure import structure_of
-from hvdtrain.training.step.batches import keras_data, number_of_samples, replica_slice
+from hvdtrain.training.step.batches import called, counts_of, keras_data, number_of_samples, replica_slice
 from hvdtrain.training.step.forward_backward import called_as
 from hvdtrain.training.step.logs import StepLogs, Value, metric_value
 from hvdtrain.training.step.loss_terms import MEANS, Kinds, LossTerms
@@ -224,7 +224,7 @@ class KerasEvaluator:
             if self.find_kinds is not None:
                 self.kinds, self.find_kinds = self.find_kinds(batch), None
             hooks.begin_test_step(count)
-            self._updates[holds](batch)
+            called(self._updates[holds], batch)
             hooks.end_test_step(count, self._so_far)
             count += 1
             if is_stopped(self._model, "stop_evaluating", self._backend.job_size):
@@ -252,12 +252,12 @@ class KerasEvaluator:
 
     def _update_replica(self, batch: Batch) -> None:
         batch = replica_slice(batch, self._backend)
-        samples = number_of_samples(batch)
+        samples, total = counts_of(batch, self._backend.data_parallel)
         terms = LossTerms(
             model=self._model,
             collectives=self._backend,
             samples=samples / self._backend.axes.get("cp", 1),
-            total=tf.cast(batch.global_samples, tf.float64),
+            total=total,
             whole=self._backend.size == 1,
             divisors="exchanged",
             kinds=self.kinds,
@@ -270,7 +270,7 @@ class KerasEvaluator:
             called_as(self._model),
         ):
             returned = self.step_on(batch)
-        self._logs.take(terms.in_full(returned), samples)
+        self._logs.take(terms.in_full(returned), number_of_samples(batch))
 
     def step_on(self, batch: Batch) -> Any:
         """Return the results of a batch."""

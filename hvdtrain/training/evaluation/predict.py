@@ -11,12 +11,12 @@ from hvdtrain.backends.protocol import Backend
 from hvdtrain.compat.keras import joined_outputs
 from hvdtrain.compat.tensorflow import compiled
 from hvdtrain.config.errors import ConfigError, DataError
-from hvdtrain.data.batch import Batch, map_tensors
+from hvdtrain.data.batch import Batch, of_any_length
 from hvdtrain.data.streams.given import in_step
 from hvdtrain.data.streams.python_batches import as_function, is_stream
 from hvdtrain.training.evaluation.evaluate import is_stopped
 from hvdtrain.training.inputs import first_batches, own_evaluation_data, validation_batches
-from hvdtrain.training.step.batches import inputs_for, keras_data, replica_slice
+from hvdtrain.training.step.batches import called, inputs_for, keras_data, replica_slice
 
 
 class Predictor:
@@ -41,7 +41,7 @@ class Predictor:
     def _outputs_for(self, batch: Batch) -> Any:
         if self._needs_all is None:
             self._needs_all = self._backend.data_parallel.size > 1 and self._has_fixed_rows(batch)
-        return self._outputs(batch)
+        return called(self._outputs, batch)
 
     def _has_fixed_rows(self, batch: Batch) -> bool:
         return has_fixed_rows(self._model.predict_step, keras_data(batch))
@@ -82,7 +82,7 @@ def own_outputs(model: Any, batches: Iterable[Batch], callbacks: Any = None) -> 
 
     def of(batch: Batch) -> Any:
         rows = None if float(batch.has_samples) else 0
-        return tf.nest.map_structure(lambda each: each[:rows], call(batch))
+        return tf.nest.map_structure(lambda each: each[:rows], called(call, batch))
 
     return predicted(batches, of, callbacks)
 
@@ -179,21 +179,11 @@ def has_fixed_rows(step: Callable[[Any], Any], data: Any) -> bool:
         step: computes a batch.
         data: a batch.
     """
-    specs = map_tensors(_of_any_length, data)
     try:
-        outputs = tf.function(step, autograph=False).get_concrete_function(specs).structured_outputs
+        outputs = tf.function(step, autograph=False).get_concrete_function(of_any_length(data)).structured_outputs
     except Exception:
         return False  # the step has to know the number of samples, and fails by itself where it is another
     return any(_is_fixed(each.shape) for each in tf.nest.flatten(outputs))
-
-
-def _of_any_length(value: Any) -> Any:
-    shape = [None, *value.shape[1:]]
-    if isinstance(value, tf.SparseTensor):
-        return tf.SparseTensorSpec(shape, value.dtype)
-    if isinstance(value, tf.RaggedTensor):
-        return tf.RaggedTensorSpec(shape, value.dtype, value.ragged_rank, value.row_splits.dtype)
-    return tf.TensorSpec(shape, value.dtype) if tf.is_tensor(value) else value
 
 
 def _is_fixed(shape: tf.TensorShape) -> bool:

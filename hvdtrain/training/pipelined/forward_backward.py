@@ -25,7 +25,7 @@ from hvdtrain.training.pipelined.stage_training import (
     WeightedLoss,
 )
 from hvdtrain.training.pipelined.staging import TiedGradients
-from hvdtrain.training.step.batches import Microbatches, inputs_for, number_of_samples
+from hvdtrain.training.step.batches import Microbatches, counts_of, inputs_for
 from hvdtrain.training.step.contract import Collected, LocalGradients
 from hvdtrain.training.step.finite import poison_of, zero_if_finite
 from hvdtrain.training.step.forward_backward import report_loss
@@ -94,11 +94,12 @@ class PipelinedForwardBackward:
 
     def terms(self, part: Batch) -> LossTerms:
         """Return the losses of a microbatch."""
+        samples, total = counts_of(part, self._backend.data_parallel)
         return LossTerms(
             model=self.stage,
             collectives=self._backend,
-            samples=number_of_samples(part) / self._backend.axes.get("cp", 1),
-            total=tf.cast(part.global_samples, tf.float64),
+            samples=samples / self._backend.axes.get("cp", 1),
+            total=total,
             whole=self._backend.size == 1 and self.options.accumulate == 1,
             divisors="weights" if has_one_divisor(self.stage) else "exchanged",
             of_stage=True,

@@ -6,10 +6,18 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdtrain.backends.protocol import Backend
+from hvdtrain.backends.protocol import Backend, Collectives
 from hvdtrain.compat.keras import input_nest
 from hvdtrain.config.errors import ConfigError, opt
-from hvdtrain.data.batch import Batch, rows_of, samples_in, slice_bounds, slice_bounds_of_tensor, tensors_in
+from hvdtrain.data.batch import (
+    Batch,
+    of_any_length,
+    rows_of,
+    samples_in,
+    slice_bounds,
+    slice_bounds_of_tensor,
+    tensors_in,
+)
 from hvdtrain.runtime.guarded import guarded
 from hvdtrain.training.step.patches import traced_anew
 
@@ -89,7 +97,8 @@ class Microbatches:
         if self._even and (tf.is_tensor(number) or number < self.count):
             return self._part(lambda t: tf.ensure_shape(t[begin : begin + self._length], [self._length, *t.shape[1:]]))
         samples = tf.shape(self._first)[0]
-        has_samples = tf.cast(self._batch.has_samples, tf.float32) * tf.cast(begin < samples, tf.float32)
+        within = tf.cast(begin < tf.maximum(samples, 1), tf.float32)
+        has_samples = tf.cast(self._batch.has_samples, tf.float32) * within
         begin = tf.minimum(begin, samples - 1)
         end = tf.maximum(tf.minimum(begin + self._length, samples), begin + 1)
         return self._part(lambda t: t[begin:end])._replace(has_samples=guarded(has_samples))
@@ -105,6 +114,16 @@ def keras_data(batch: Batch) -> Any:
         return batch.inputs
     fields = (batch.inputs, batch.targets, batch.sample_weight)
     return fields if batch.sample_weight is not None else fields[:2]
+
+
+def called(function: Callable[[Batch], Any], batch: Batch) -> Any:
+    """Call a compiled `function`; of a batch without samples by a graph for any number of them.
+
+    TensorFlow has no gradients of means over a dim that is known to be 0.
+    """
+    if samples_in(batch).shape[0] == 0:
+        function.get_concrete_function(of_any_length(batch))  # type: ignore[attr-defined]
+    return function(batch)
 
 
 def take_train_step(model: Any, batch: Batch) -> Any:
@@ -125,6 +144,19 @@ def number_of_samples(batch: Batch) -> tf.Tensor:
     first = samples_in(batch)
     count = rows_of(first) if first.shape[0] is None else first.shape[0]
     return tf.cast(count, tf.float64) * tf.cast(batch.has_samples, tf.float64)
+
+
+def counts_of(batch: Batch, replicas: Collectives) -> tuple[tf.Tensor, tf.Tensor]:
+    """Return the samples of a replica, and those of all, as a step weighs its gradients by them, in float64.
+
+    A batch without any is a step, too, in which penalties of weights count: it weighs as one sample, of which each
+    replica has a part.
+    """
+    samples, total = number_of_samples(batch), tf.cast(batch.global_samples, tf.float64)
+    if not tf.is_tensor(batch.global_samples):
+        return samples, total
+    part = tf.cast(batch.has_samples, tf.float64) / replicas.size
+    return tf.where(total > 0, samples, part), tf.maximum(total, 1.0)
 
 
 def has_own_train_step(model: Any) -> bool:

@@ -20,6 +20,7 @@ from hvdtrain.state.train_state import TrainState
 from hvdtrain.state.variables import as_written, unwrap
 from hvdtrain.training.step.batches import (
     applies_nothing,
+    counts_of,
     has_own_train_step,
     number_of_samples,
     reads_outputs,
@@ -143,12 +144,12 @@ class ForwardBackward:
             if batch.finite
             else zero_if_finite(tf.nest.flatten((batch.inputs, batch.targets), expand_composites=True))
         )
-        samples = number_of_samples(batch)
+        samples, total = counts_of(batch, self._backend.data_parallel)
         terms = LossTerms(
             model=model,
             collectives=self._backend,
             samples=samples / self._positions,
-            total=tf.cast(batch.global_samples, tf.float64),
+            total=total,
             whole=self._whole,
             divisors=self._divisors_of(model),
             exchangeable=not self._jit,

@@ -42,6 +42,8 @@ Divisors = Literal["exchanged", "weights", "own"]
 `exchanged`: it is summed over the replicas, in the pass or, where it is the only one, as the weight of the gradients;
 `weights`: the only one becomes this weight, and nothing is exchanged; `own`: a slice is divided by its own.
 """
+LEAST_WEIGHT = 1e-12
+"""Weight of a pass that is all masked: where all are, the penalties of weights have gradients still."""
 Gradients = Callable[[Any, Any, Any], Any]
 """Gradients of a target by sources, for upstream gradients or None, as of a tape."""
 
@@ -163,7 +165,8 @@ class LossTerms:
         if divisor is None or self.divisors == "own":
             return value
         if self.divisors == "weights":
-            self.weight = tf.where(self.samples > 0, tf.cast(divisor, tf.float64), tf.zeros([], tf.float64))
+            weight = tf.maximum(tf.cast(divisor, tf.float64), LEAST_WEIGHT)
+            self.weight = tf.where(self.samples > 0, weight, tf.zeros_like(weight))
             return value
         if not self.exchangeable:
             raise ConfigError(

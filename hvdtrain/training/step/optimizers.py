@@ -24,7 +24,7 @@ from hvdtrain.state.structure import structure_of
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.state.variables import as_written, path_of, unwrap
 from hvdtrain.training.options import StepOptions
-from hvdtrain.training.step.batches import applies_nothing, number_of_samples, take_train_step
+from hvdtrain.training.step.batches import applies_nothing, counts_of, number_of_samples, take_train_step
 from hvdtrain.training.step.finite import zero_if_finite
 from hvdtrain.training.step.logs import StepLogs
 from hvdtrain.training.step.loss_terms import MEANS, Kinds, LossTerms, trained_ids
@@ -173,18 +173,19 @@ class OptimizersStep(ReplicaStep):
 
     def _updated(self, batch: Batch, *, measure: bool) -> tuple[tf.Tensor, tf.Tensor | None, None]:
         """Call the model's `train_step`; there is no guard."""
-        model, exchange, samples = self._state.model, self._exchange, number_of_samples(batch)
+        model, exchange = self._state.model, self._exchange
+        samples, total = counts_of(batch, self._backend.data_parallel)
         terms = LossTerms(
             model=model,
             collectives=self._backend,
             samples=samples,
-            total=tf.cast(batch.global_samples, tf.float64),
+            total=total,
             whole=self._backend.size == 1,
             divisors="exchanged",
             kinds=self._kinds,
         )
         with offset_seeds(self._backend.index), terms.corrected(), terms.gradients_in_full():
-            watched = take_step(model, batch, exchange, self._logs, measure=measure, in_full=terms.in_full)
+            watched = take_step(model, batch, samples, exchange, self._logs, measure=measure, in_full=terms.in_full)
         return self._totals(batch, watched, samples), exchange.norm() if measure else None, None
 
     def _totals(self, batch: Batch, watched: list[tf.Tensor], samples: tf.Tensor) -> tf.Tensor:
@@ -197,19 +198,19 @@ class OptimizersStep(ReplicaStep):
 def take_step(
     model: Any,
     batch: Batch,
+    samples: tf.Tensor,
     exchange: OptimizerExchange,
     logs: StepLogs,
     *,
     measure: bool,
     in_full: Callable[[Any], Any] = lambda returned: returned,
 ) -> list[tf.Tensor]:
-    """Call the model's `train_step` on a replica's batch; return values that must be finite.
+    """Call the model's `train_step` on a replica's batch, which weighs `samples`; return values that must be finite.
 
     `in_full` gives returned sums over the replica's samples the size of those over all.
 
     Raises ConfigError if it trains nothing, or returns invalid results.
     """
-    samples = number_of_samples(batch)
     still = [*updated_statistics(model), *logs.variables()]
     with (
         exchange.exchanging(samples, measure=measure),

@@ -27,7 +27,14 @@ from hvdtrain.training.compile_settings import Objective, compile_for_trainer
 from hvdtrain.training.evaluation.evaluate import KerasEvaluator
 from hvdtrain.training.evaluation.predict import Predictor
 from hvdtrain.training.options import StepOptions
-from hvdtrain.training.step.batches import forms_own_loss, has_own_train_step, keras_data, per_microbatch, reads_outputs
+from hvdtrain.training.step.batches import (
+    forms_own_loss,
+    has_own_train_step,
+    keras_data,
+    number_of_samples,
+    per_microbatch,
+    reads_outputs,
+)
 from hvdtrain.training.step.checks import check_positions, check_states, check_sums
 from hvdtrain.training.step.contract import CompiledStep
 from hvdtrain.training.step.forward_backward import ForwardBackward
@@ -235,6 +242,9 @@ class KerasStepFactory:
         """Build a model with Keras' own `train_step`."""
         self._check_targets(batch.targets is not None)
         self.narrow_outputs = narrow(build_from(self._model, keras_data(batch)))
+        if not all(layer.built for layer in flatten_layers(self._model)):
+            # Called in training only, or by compute_loss: their variables are trained and saved like all others.
+            tf.function(self._forms(), autograph=False).get_concrete_function(batch)
         if splits_sequences(self._model):
             outputs = self._model(batch.inputs, training=False)
             check_positions(
@@ -242,9 +252,6 @@ class KerasStepFactory:
                 replicas=self._backend,
                 targets=batch.targets,
                 outputs=outputs,
-        if not all(layer.built for layer in flatten_layers(self._model)):
-            # Called in training only, or by compute_loss: their variables are trained and saved like all others.
-            tf.function(self._forms(), autograph=False).get_concrete_function(batch)
                 ranks=self._backend.axes["cp"],
             )
 
@@ -281,7 +288,8 @@ class KerasStepFactory:
         exchange = self._exchanging()
 
         def step(batch: Batch) -> None:
-            self._backend.run(lambda: take_step(self._model, batch, exchange, self._logs, measure=True))
+            samples = number_of_samples(batch)
+            self._backend.run(lambda: take_step(self._model, batch, samples, exchange, self._logs, measure=True))
 
         tf.function(step, autograph=False).get_concrete_function(batch)  # builds the optimizers that it uses
 

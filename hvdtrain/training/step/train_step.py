@@ -16,7 +16,7 @@ from hvdtrain.layers.experts import MixtureOfExperts, expert_layers, routing_met
 from hvdtrain.optim.precision import has_dynamic_scale, loss_scale_of
 from hvdtrain.state.optimizers import rate_of
 from hvdtrain.state.train_state import TrainState
-from hvdtrain.training.step.batches import Microbatches, replica_slice
+from hvdtrain.training.step.batches import Microbatches, called, replica_slice
 from hvdtrain.training.step.contract import LocalGradients, Measured, StepResult
 from hvdtrain.training.step.guard import VariableSnapshot, untrained_variables
 from hvdtrain.training.step.logs import EpochMetrics, Results, StepLogs
@@ -142,7 +142,7 @@ class ReplicaStep(EpochMetrics):
         self._count()
         inputs, targets, weights, *share = batch
         if tf.is_tensor(batch.global_samples):
-            return self._reported(self._general[measure](batch))
+            return self._reported(called(self._general[measure], batch))
         parts = (inputs, targets) if weights is None else (inputs, targets, weights)
         kind = (measure, *share, kind_of(parts))
         graph = self._special.find(kind, lambda: self._specialize(parts, share, measure))

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from as_keras import assert_trained_as_keras
 from builders import CROSS_ENTROPY, SAMPLES, dense_data, dense_model
 from world import World, exact_arrays, flat_bytes, moved, relative_error
 from worlds import worlds
@@ -91,6 +92,34 @@ def check_data_that_differ_by_rank_are_refused(world: World) -> None:
             refused = str(error)
         assert ("rank 1" in refused.lower()) == (world.size > 1), (name, refused)
         assert world.same_everywhere(refused.encode()), name
+
+
+def check_batches_without_samples_are_those_of_keras(world: World) -> None:
+    """A batch from which a filter took all samples, and one that is all masked: the penalties of weights count."""
+    rng = np.random.default_rng(9)
+    x, y = rng.standard_normal((24, 5, 1)), rng.standard_normal((24, 5, 1))
+    kept = np.arange(24) // 8 != 1
+
+    def masked() -> keras.Model:
+        keras.utils.set_random_seed(0)
+        layers = [keras.layers.Masking(), keras.layers.Dense(3, "tanh", kernel_regularizer="l2"), keras.layers.Dense(1)]
+        return keras.Sequential([keras.Input((5, 1)), *layers])
+
+    def filtered() -> tf.data.Dataset:
+        batches = tf.data.Dataset.from_tensor_slices((x, y, kept)).batch(8)
+        return batches.map(lambda *arrays: tuple(tf.boolean_mask(each, arrays[-1]) for each in arrays[:2]))
+
+    def zeroed() -> tf.data.Dataset:
+        return tf.data.Dataset.from_tensor_slices((x * kept[:, None, None], y)).batch(8)
+
+    def compiled() -> dict[str, Any]:
+        return {"optimizer": keras.optimizers.Adam(0.1), "loss": "mse"}
+
+    def given() -> dict[str, Any]:
+        return {"x": filtered()}
+
+    assert_trained_as_keras(world, masked, compiled, given, evaluate=given, predict=given)
+    assert_trained_as_keras(world, masked, compiled, lambda: {"x": zeroed()})
 
 
 @worlds("mpirun-2", extended=True)

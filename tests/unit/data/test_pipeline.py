@@ -272,12 +272,11 @@ def test_tensors_of_other_lengths_are_cut_by_themselves():
     batches = [slice_batch(element, index, 2) for index in range(2)]
     assert [b.inputs.numpy().tolist() for b in batches] == [[0, 1, 2], [3, 4, 5]]
     assert [b.targets[1].numpy().tolist() for b in batches] == [[0], [10]]
-    # Not both a multiple of the ranks; a bag of instances with one target; the edges and nodes of two graphs; empty.
+    # Not both a multiple of the ranks; a bag of instances with one target; the edges and nodes of two graphs.
     for element in (
         (tf.range(6), (tf.range(3), tf.range(3))),
         (tf.range(6), tf.range(2)),
         ({"edges": tf.range(6), "nodes": tf.range(4)}, tf.range(2)),
-        (tf.range(0), tf.range(0)),
     ):
         with pytest.raises(tf.errors.InvalidArgumentError, match="give each rank whole batches of its own"):
             slice_batch(element, 0, 2)
@@ -285,6 +284,14 @@ def test_tensors_of_other_lengths_are_cut_by_themselves():
         assert [len(part) for part in tf.nest.flatten((alone.inputs, alone.targets))] == list(
             map(len, tf.nest.flatten(element))
         )
+
+
+def test_a_batch_without_samples_has_slices_without_samples():
+    """They count, as no replica has any: a placeholder would have to be a sample of another batch."""
+    for index in range(2):
+        batch = slice_batch((tf.zeros([0, 3]), (tf.zeros([0]), tf.zeros([0]))), index, 2)
+        assert [each.shape[0] for each in tf.nest.flatten((batch.inputs, batch.targets))] == [0, 0, 0]
+        assert (float(batch.has_samples), int(batch.global_samples)) == (1.0, 0)
 
 
 @pytest.mark.parametrize(

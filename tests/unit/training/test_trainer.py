@@ -398,6 +398,43 @@ def linear(features):
     return keras.Sequential([keras.Input((features,)), keras.layers.Activation("linear")])
 
 
+FILTERED = np.arange(SAMPLES) // 10 != 1
+"""The second batch of ten has lost all of its samples."""
+
+
+def filtered_dataset():
+    batches = tf.data.Dataset.from_tensor_slices((X, Y, FILTERED)).batch(10)
+    return batches.map(lambda *arrays: tuple(tf.boolean_mask(each, arrays[-1]) for each in arrays[:2]))
+
+
+def filtered_generator():
+    for begin in range(0, SAMPLES, 10):
+        kept = FILTERED[begin : begin + 10]
+        yield X[begin : begin + 10][kept], Y[begin : begin + 10][kept]
+
+
+@pytest.mark.parametrize("form", [filtered_dataset, filtered_generator])
+def test_a_batch_without_samples_is_what_keras_makes_of_it(form):
+    """A step in which penalties of weights and the optimizer's moments count."""
+
+    def compiled():
+        model = dense()
+        model.layers[-1].kernel_regularizer = keras.regularizers.L2(0.1)
+        model.compile(keras.optimizers.Adam(0.01), CROSSENTROPY, metrics=["accuracy"])
+        return model
+
+    reference, trainer = compiled(), Trainer(compiled())
+    theirs = reference.fit(filtered_dataset(), epochs=2, verbose=0)
+    data = form() if form is filtered_dataset else form
+    found = trainer.fit(data, epochs=2, shuffle=False, verbose=0)
+    assert_equal_weights(trainer.model, reference.get_weights())
+    for name, values in theirs.history.items():
+        np.testing.assert_allclose(found.history[name], values, rtol=1e-5)
+    scores = reference.evaluate(filtered_dataset(), verbose=0)
+    np.testing.assert_allclose(trainer.evaluate(data, verbose=0), scores, rtol=1e-5)
+    np.testing.assert_allclose(trainer.predict(data), reference.predict(filtered_dataset(), verbose=0), rtol=1e-5)
+
+
 class TwoTowers(keras.Model):
     """One is called by compute_loss alone, and a head in training alone; the last layer never."""
 
