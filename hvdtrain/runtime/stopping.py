@@ -134,24 +134,37 @@ class StopAgreement:
         with self._changed:
             self._frozen = True
             begun, asked = self._begun, self._signal or signal.SIGTERM
-        try:
-            self._control.post(self._asked_key, str(int(asked)).encode())
-            if not self._trains:
-                return False
-            self._control.post(self._begun_key, f"{begun} {int(asked)}".encode())
-        except LaunchError:  # the channel is gone, and the job with it
+        posts = {self._asked_key: str(int(asked))}
+        if self._trains:
+            posts[self._begun_key] = f"{begun} {int(asked)}"
+        if not self._post(posts, deadline) or not self._trains:
             return False
-        posts = self._posts(deadline)
-        if posts is None:
+        everyone = self._posts(deadline)
+        if everyone is None:
             return False
         with self._changed:
-            self._stop = max(int(text.split()[0]) for text in posts.values()) + 1
-            signals = {int(text.split()[1]) for text in posts.values()}
+            self._stop = max(int(text.split()[0]) for text in everyone.values()) + 1
+            signals = {int(text.split()[1]) for text in everyone.values()}
             self._signal = min(signals)  # SIGINT before all others
             self._changed.notify_all()
         if self._control.rank == 0:
             LOGGER.info(f"{signal.Signals(self._signal).name}: all ranks stop after step {self._stop}, to save it.")
         return True
+
+    def _post(self, posts: Mapping[str, str], deadline: float) -> bool:
+        """Post these, again and again while the board does not answer; return whether it has taken them."""
+        pause = max(0.02, self._control.size / _LOOKS_A_SECOND)
+        while not self._closed.is_set() and not self._control.failures():
+            try:
+                for key, text in posts.items():
+                    self._control.post(key, text.encode())
+                return True
+            except LaunchError as error:
+                if time.monotonic() > deadline:
+                    self._give_up(f"the other ranks could not be told. {error}")
+                    return False
+            self._closed.wait(pause)
+        return False
 
     def _posts(self, deadline: float) -> Mapping[int, bytes] | None:
         """Return what each rank has posted; None if the training ended before, or a rank failed."""

@@ -7,9 +7,10 @@ import time
 
 import pytest
 
+from hvdtrain.config.errors import LaunchError
 from hvdtrain.runtime.control.channel import ControlChannel
 from hvdtrain.runtime.stopping import StopAgreement, Stopped
-from tests.unit.threaded_ranks import as_ranks
+from tests.unit.threaded_ranks import as_ranks, on_threads
 
 TOTAL = 10_000
 
@@ -83,6 +84,35 @@ def test_a_rank_that_does_not_answer_is_named_when_the_time_of_grace_is_over(cap
     assert (
         "SIGTERM was 0.5 s ago, and rank 1 did not say which step it is at. The checkpoints from before stay." in told
     )
+
+
+class StallingChannel(ControlChannel):
+    """A board that does not answer so many times; None: never again."""
+
+    def __init__(self, times):
+        super().__init__()
+        self._left = times
+
+    def post(self, key, value):
+        if self._left is None or self._left > 0:
+            self._left = self._left and self._left - 1
+            raise LaunchError("Horovod's store at 10.0.0.1:4000 does not answer (timed out).")
+        super().post(key, value)
+
+
+@pytest.mark.parametrize("times", [1, 2, 4])
+def test_a_board_that_stalls_is_asked_again(times):
+    """A stall of a second or more, as of a busy horovodrun, costs no checkpoint."""
+    rank = on_threads(1, lambda _: Rank(StallingChannel(times), asks_at=3, grace=120.0, pause=0.01))[0]
+    assert (rank.code, rank.ended) == (75, [])
+    assert rank.last < TOTAL - 1
+
+
+def test_a_board_that_is_gone_ends_the_process_when_the_time_of_grace_is_over(capsys):
+    rank = on_threads(1, lambda _: Rank(StallingChannel(None), asks_at=3, grace=0.5, pause=0.01))[0]
+    assert rank.ended == [75]
+    told = "SIGTERM was 0.5 s ago, and the other ranks could not be told. Horovod's store at 10.0.0.1:4000 does not"
+    assert told in capsys.readouterr().err
 
 
 def test_a_step_that_takes_longer_than_the_time_of_grace_ends_the_process(capsys):
