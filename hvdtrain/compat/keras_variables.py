@@ -9,6 +9,7 @@ import tensorflow as tf
 from keras.src.backend.common import variables
 
 from hvdtrain.compat import unlike, uses_attribute
+from hvdtrain.config.errors import ConfigError
 
 # Variables
 
@@ -35,13 +36,25 @@ def autocast(variable: Any, value: Any) -> Any:
 
 
 def hold(variable: Any, tensor: Any) -> None:
-    """Set a Keras variable's tf.Variable, possibly of another shape; None makes it unreadable.
+    """Set a Keras variable's tf.Variable, possibly of another shape; None frees it, and leaves dtype and shape.
 
-    Assumes `Variable._value` and `_shape`.
+    Then zeros stand for it where a layer's output shape is inferred, and other reads raise ConfigError. Assumes
+    `Variable._value` and `_shape`, and that a variable without a value is read by its `_initializer`.
     """
     variable._value = tensor
     if tensor is not None:
         declare_shape(variable, tensor.shape)
+        return
+
+    def stand_in(shape: Sequence[int], dtype: str) -> tf.Tensor:
+        if is_inferring_shapes():
+            return tf.zeros(shape, dtype)
+        raise ConfigError(
+            f"Another rank has the value of {variable.path!r}. Use Trainer.predict or Trainer.evaluate, which every "
+            "rank calls."
+        )
+
+    variable._initializer = stand_in
 
 
 def declare_shape(variable: Any, shape: Iterable[int]) -> None:

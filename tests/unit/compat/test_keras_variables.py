@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.compat import keras_variables as compat
-from hvdtrain.config.errors import CompatibilityError
+from hvdtrain.config.errors import CompatibilityError, ConfigError
 from tests.unit.compat.contracts import Contracts
 
 CONTRACTS = Contracts(compat, "keras")
@@ -74,8 +74,13 @@ def is_another_one():
     compat.hold(mine, tf.Variable([7.0]))
     assert mine.shape == (1,)
     assert mine.numpy().tolist() == [7.0]
-    compat.hold(mine, None)
-    assert compat.tensor_of(mine) is None
+    layer = keras.layers.Dense(3)
+    layer.build((None, 2))
+    compat.hold(layer.kernel, None)
+    assert compat.tensor_of(layer.kernel) is None
+    assert keras.src.backend.compute_output_spec(layer.call, keras.KerasTensor((None, 2))).shape == (None, 3)
+    with pytest.raises(ConfigError, match=r"Another rank has the value of 'dense.*kernel'"):
+        layer(tf.ones([1, 2]))
 
 
 @CONTRACTS.of(compat.replace_regularizer)

@@ -161,6 +161,25 @@ def test_weights_of_other_stages_can_be_freed():
     assert set(structure_of(last).paths.values()) == set(structure_of(last).by_path(last.variables))
 
 
+class Scaled(layers.Layer):
+    """A layer whose output shape Keras infers by calling it."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], shape[-1]))
+
+    def call(self, x):
+        return keras.ops.matmul(x, self.kernel)
+
+
+def test_shapes_of_samples_of_any_length_are_known_without_the_weights_of_other_stages():
+    for rank in range(2):
+        inputs = keras.Input((None, 4))
+        stage = stages_of(keras.Model(inputs, Scaled()(Scaled()(inputs))), 2)[rank]
+        stage.free_other_stages()
+        specs = boundary_specs(stage.whole.cut, stage.model_inputs(np.ones((3, 7, 4), "float32")), 0)
+        assert [spec.shape for spec in specs] == [(None, 7, 4)]
+
+
 def test_random_draws_are_those_of_the_whole_model():
     model = transformer((8,), 20, 0, depth=2, width=16, heads=2, dropout=0.1)
     whole = TrainState(model, keras.optimizers.SGD(), 7)

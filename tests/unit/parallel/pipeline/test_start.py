@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from hvdtrain.config.errors import ConfigError
 from hvdtrain.parallel.pipeline.cut import cut_model
 from hvdtrain.parallel.pipeline.stage import PipelineStage
 from hvdtrain.state.initial_values import LazilyInitialized, build_lazily, materialize
@@ -167,7 +168,7 @@ def test_layers_of_other_stages_cannot_be_read():
     stage = stage_of(0, model)
     stage.free_other_stages()
     assert stage.held_layers[0].kernel.numpy().shape == (WIDTH, WIDTH)
-    with pytest.raises(TypeError):
+    with pytest.raises(ConfigError, match="Another rank has the value of"):
         model.layers[-1].kernel.numpy()
 
 
