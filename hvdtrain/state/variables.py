@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import tensorflow as tf
@@ -31,6 +32,17 @@ def unwrap(variable: Any) -> tf.Variable:
     if isinstance(tensor, tf.Variable):
         return tensor
     raise TypeError(f"A Keras or TensorFlow variable is needed. Received: {type(variable).__name__}.")
+
+
+@contextmanager
+def restoring(variables: Iterable[tf.Variable]) -> Iterator[None]:
+    """Restore the values of `variables` after the context, whatever happens in it."""
+    before = [(variable, variable.numpy()) for variable in variables]  # a strategy's variables are no arrays
+    try:
+        yield
+    finally:
+        for variable, value in before:
+            variable.assign(value)
 
 
 def path_of(variable: Any) -> str:

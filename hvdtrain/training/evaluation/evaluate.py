@@ -1,8 +1,8 @@
 """Evaluation over all replicas: every sample counts once."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -19,6 +19,7 @@ from hvdtrain.runtime.placement import placement_of
 from hvdtrain.state.hashes import checksum
 from hvdtrain.state.named_tensors import expert_parallel
 from hvdtrain.state.structure import structure_of
+from hvdtrain.state.variables import restoring
 from hvdtrain.training.step.batches import called, counts_of, keras_data, number_of_samples, replica_slice
 from hvdtrain.training.step.forward_backward import called_as
 from hvdtrain.training.step.logs import StepLogs, Value, metric_value
@@ -234,13 +235,9 @@ class KerasEvaluator:
         results = {name: metric_value(value) for name, value in self._results().items()}
         return evaluation_of(results, time.perf_counter() - begin)
 
-    @contextmanager
-    def kept_metrics(self) -> Iterator[None]:
-        """Restore after the context what the model's metrics hold: the epoch so far of a training under way."""
-        kept = [(variable, variable.numpy()) for variable in self._logs.variables()]
-        yield
-        for variable, value in kept:
-            variable.assign(value)
+    def kept_metrics(self) -> AbstractContextManager[None]:
+        """Return a context that restores what the model's metrics hold: the epoch so far of a training under way."""
+        return restoring(self._logs.variables())
 
     def _so_far(self) -> dict[str, Value]:
         return {name: metric_value(value) for name, value in self._look().items()}

@@ -1,7 +1,7 @@
 """Keras callbacks in the training loop, through Keras' CallbackList."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import keras
@@ -19,7 +19,7 @@ from hvdtrain.state.hashes import Holders, checksum
 from hvdtrain.state.named_tensors import NamedTensor, placed_tensor
 from hvdtrain.state.optimizers import optimizers_of, rate_of
 from hvdtrain.state.structure import structure_of
-from hvdtrain.state.variables import unwrap
+from hvdtrain.state.variables import restoring, unwrap
 from hvdtrain.training.evaluation.evaluate import EvaluationHooks
 from hvdtrain.training.loop.loop import Outcome, StepEnd
 
@@ -260,15 +260,10 @@ class KerasCallbacks(EvaluationHooks):
                 "epochs=…), compile, and go on: hvdtrain.Trainer(model).fit(…)."
             )
 
-    @contextmanager
-    def _kept_numbers(self) -> Iterator[None]:
-        """Restore after the context the numbers of the model and its optimizers, such as learning rates."""
+    def _kept_numbers(self) -> AbstractContextManager[None]:
+        """Return a context that restores the numbers of the model and its optimizers, such as learning rates."""
         held = [self._model, *optimizers_of(self._model).values()]
-        numbers = [unwrap(variable) for each in held for variable in each.variables if not len(variable.shape)]
-        before = [variable.numpy() for variable in numbers]
-        yield
-        for variable, value in zip(numbers, before, strict=True):
-            variable.assign(value)
+        return restoring(unwrap(variable) for each in held for variable in each.variables if not len(variable.shape))
 
     def end_step(self, step: StepEnd, metrics: Callable[[], Mapping[str, Any]]) -> None:
         """End a step, with the results of the epoch so far.

@@ -1,7 +1,7 @@
 """Look at the numbers that a step forms of a batch, without changing the model."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple
 
 import keras
@@ -10,8 +10,9 @@ import tensorflow as tf
 
 from hvdtrain.backends.single import NoOpCollectives
 from hvdtrain.compat.keras import divisor_of, flatten_layers, module_of_losses
+from hvdtrain.compat.tensorflow import not_only_read
 from hvdtrain.data.batch import Batch, part_of, rows_of, samples_in
-from hvdtrain.state.variables import unwrap
+from hvdtrain.state.variables import restoring, unwrap
 from hvdtrain.training.step.batches import number_of_samples
 from hvdtrain.training.step.logs import StepLogs, metrics_of
 from hvdtrain.training.step.loss_terms import (
@@ -50,7 +51,8 @@ def formed_by(model: Any, batch: Batch, *, total: tf.Tensor, step: Callable[...,
     def note(role: str, name: str, value: Any) -> None:
         # A number of a function, loop or branch in the step cannot be looked at from here, and is taken for a mean.
         if tf.compat.v1.get_default_graph() is graph:
-            found.append(Number(role, name, tf.add_n([tf.reduce_sum(each) for each in tf.nest.flatten(value)])))
+            parts = [tf.reduce_sum(each) for each in tf.nest.flatten(value)]
+            found.append(Number(role, name, tf.add_n(parts) if parts else 0.0))
         else:
             found.append(Number(role, HIDDEN, 0.0))
 
@@ -160,19 +162,14 @@ def mixes_by_design(model: Any, formed: Sequence[Number]) -> bool:
     return normalized or any(number.name == DIVIDED for number in formed)
 
 
-@contextmanager
-def unchanged(model: Any, graph: Any) -> Iterator[None]:
-    """Restore after the context what a call has changed: statistics, generators, metrics, variables of a step's own.
+def unchanged(model: Any, graph: Any) -> AbstractContextManager[None]:
+    """Return a context that restores what a call has changed.
 
-    `graph` is that of the call, which has all variables.
+    Statistics, generators, metrics, variables of a step's own: what `graph`, that of the call, may assign to.
     """
-    weights = {id(unwrap(variable)) for variable in model.trainable_variables}
     held = [*model.non_trainable_variables, *(v for metric in metrics_of(model) for v in metric.variables)]
-    changing = {id(unwrap(v)): unwrap(v) for v in [*held, *graph.variables] if id(unwrap(v)) not in weights}.values()
-    before = [variable.numpy() for variable in changing]  # a strategy's variables are no arrays
-    yield
-    for variable, value in zip(changing, before, strict=True):
-        variable.assign(value)
+    known = {id(unwrap(variable)): unwrap(variable) for variable in [*held, *graph.variables]}
+    return restoring(not_only_read(graph, known.values()))
 
 
 def draws(graph: Any) -> bool:
