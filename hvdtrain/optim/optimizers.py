@@ -55,7 +55,12 @@ def decaying_weights_only(optimizer: Any) -> Any:
     return optimizer
 
 
+class NoOptimizer(keras.optimizers.SGD):
+    """Stand-in for the optimizer of a model that only evaluates and predicts."""
+
+
 ELEMENTWISE = (
+    NoOptimizer,
     keras.optimizers.SGD,
     keras.optimizers.Adam,
     keras.optimizers.AdamW,

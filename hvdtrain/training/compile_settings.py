@@ -13,6 +13,8 @@ from hvdtrain.compat.keras import compile_arguments, drop_compile_metrics, last_
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.gradients.distributed_optimizer import DistributedOptimizer
 from hvdtrain.models.objective import known_losses, known_metrics, nearest
+from hvdtrain.optim.averaging import innermost
+from hvdtrain.optim.optimizers import NoOptimizer
 from hvdtrain.state.optimizers import optimizers_of
 
 SHAPED = ("accuracy", "acc", "crossentropy", "ce")
@@ -36,8 +38,7 @@ class Objective:
 def merge_compile_settings(model: Any, optimizer: Any, chosen: Objective) -> tuple[Any, Objective, list[str]]:
     """Fill in optimizer and objective from `model.compile`; also return warnings.
 
-    Loss and loss weights go together, and so do metrics and weighted metrics; omitted metrics are None. Raises
-    ConfigError without an optimizer.
+    Loss and loss weights go together, and so do metrics and weighted metrics; omitted metrics are None.
     """
     config = compile_arguments(model)
     if optimizer is None:
@@ -52,7 +53,7 @@ def merge_compile_settings(model: Any, optimizer: Any, chosen: Objective) -> tup
 
 
 def compile_for_trainer(model: Any, optimizer: Any, objective: Objective) -> None:
-    """Compile `model`, unless it is compiled with these objects.
+    """Compile `model`, unless it is compiled with these objects, or there is nothing to compile it with.
 
     Raises ConfigError for an unknown name.
     """
@@ -60,6 +61,10 @@ def compile_for_trainer(model: Any, optimizer: Any, objective: Objective) -> Non
     config = compile_arguments(model)
     asked = vars(objective).items()
     held = all(config.get(name) is value or (_is_empty(value) and _is_empty(config.get(name))) for name, value in asked)
+    if isinstance(innermost(optimizer), NoOptimizer):
+        if held:
+            return
+        optimizer = None
     if model.compiled and model.optimizer is optimizer and held:
         return
     drop_compile_metrics(model)
@@ -85,20 +90,27 @@ def _is_trainers(model: Any) -> bool:
 
 
 def _optimizer_of(model: Any, config: dict[str, Any]) -> Any:
-    if not config:
+    # Not the argument of compile(): Keras may have wrapped it, and restored the state of the wrapper.
+    optimizer = (model.optimizer or next(iter(optimizers_of(model).values()), None)) if config else None
+    if optimizer is None:
+        return NoOptimizer()
+    around = _is_trainers(model) and isinstance(optimizer, DistributedOptimizer)
+    return optimizer.inner_optimizer if around else optimizer
+
+
+def refuse_no_optimizer(model: Any, optimizer: Any) -> None:
+    """Raise ConfigError if `optimizer` is a stand-in, wrapped or not."""
+    if not isinstance(innermost(optimizer), NoOptimizer):
+        return
+    if not compile_arguments(model):
         raise ConfigError(
             "An optimizer is needed: Trainer(model, optimizer, loss), or a model that was compiled with one. "
             "Received: None."
         )
-    # Not the argument of compile(): Keras may have wrapped it, and restored the state of the wrapper.
-    optimizer = model.optimizer or next(iter(optimizers_of(model).values()), None)
-    if optimizer is None:
-        raise ConfigError(
-            f"An optimizer is needed: {type(model).__name__} was compiled with none, and holds none in its attributes. "
-            "Received: None. Pass Trainer(model, optimizer), or set one in compile()."
-        )
-    around = _is_trainers(model) and isinstance(optimizer, DistributedOptimizer)
-    return optimizer.inner_optimizer if around else optimizer
+    raise ConfigError(
+        f"An optimizer is needed: {type(model).__name__} was compiled with none, and holds none in its attributes. "
+        "Received: None. Pass Trainer(model, optimizer), or set one in compile()."
+    )
 
 
 def _notes(model: Any, config: dict[str, Any], optimizer: Any, used: Objective) -> list[str]:

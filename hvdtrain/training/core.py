@@ -42,7 +42,12 @@ from hvdtrain.training.assembly import (
     model_for,
     refuse_instances,
 )
-from hvdtrain.training.compile_settings import Objective, compiled_code, merge_compile_settings
+from hvdtrain.training.compile_settings import (
+    Objective,
+    compiled_code,
+    merge_compile_settings,
+    refuse_no_optimizer,
+)
 from hvdtrain.training.elastic import Commits, HostsCheck
 from hvdtrain.training.evaluation.evaluate import Evaluation, EvaluationHooks, broadcast_first_weights, weights_of
 from hvdtrain.training.loop.bad_steps import rollback_to
@@ -161,6 +166,11 @@ class TrainerCore:
 
     def evaluate_on(self, batches: Iterable[Batch], callbacks: Sequence[Any] = ()) -> Evaluation:
         """Evaluate on this replica's batches, which must be re-iterable, as must be the `callbacks`. Collective."""
+        if not self.model.compiled:
+            raise ConfigError(
+                "evaluate needs a loss: Trainer(model, loss=…), or a model that was compiled with one. Received: "
+                f"{type(self.model).__name__} {self.model.name!r}, which is not compiled."
+            )
         for first in batches:
             self.build_on(first)
             break
@@ -192,6 +202,8 @@ class TrainerCore:
                 f"{type(self.model).__name__} {self.model.name!r} was compiled again since, and this trainer has the "
                 "optimizer, losses and metrics from before: make a new one, trainer = hvdtrain.Trainer(model)."
             )
+        if training:
+            refuse_no_optimizer(self.model, self.optimizer)
         if is_built_sharded(self.model):
             self._make_rule()  # makes the model callable
         # The policy is for layers that are created on the first call.

@@ -49,8 +49,8 @@ class Trainer(FittingTrainer):
     Args:
         model: a Keras model, or a function without arguments that builds one. A model's own `train_step` is used. The
             trained model is `trainer.model`: with `sync_batch_norm=True` a copy.
-        optimizer: a Keras optimizer, its name, or a function that builds one. tf.distribute backends need a function
-            for the model, and a function or a name for the optimizer.
+        optimizer: a Keras optimizer, its name, or a function that builds one; `evaluate` and `predict` need none.
+            tf.distribute backends need a function for the model, and a function or a name for the optimizer.
         loss: a Keras loss, its name, or a function `f(y_true, y_pred)` that returns one value per sample; for several
             outputs a dict or list of them.
         metrics: Keras metrics or their names; for several outputs a dict or list. `accuracy` is the fraction of samples

@@ -19,6 +19,7 @@ from hvdtrain.data.source import Source
 from hvdtrain.gradients.distributed_optimizer import refuse_exchange_of_microbatches
 from hvdtrain.layers.recompute import recomputed_model
 from hvdtrain.optim.averaging import innermost
+from hvdtrain.optim.optimizers import NoOptimizer
 from hvdtrain.state.optimizers import MAIN, optimizers_of
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.advice import narrow
@@ -74,6 +75,7 @@ class KerasStepFactory:
         self._model = model
         self._options = options
         self._objective = objective
+        self._given = optimizer
         if type(model).compile is not keras.Model.compile:
             _set_optimizer(model, optimizer, objective)
         else:
@@ -98,7 +100,7 @@ class KerasStepFactory:
         """The optimizer with the reported learning rate."""
         if self._exchange is not None:
             return self._exchange.main
-        return self._model.optimizer or next(iter(optimizers_of(self._model).values()))
+        return getattr(self._model, MAIN, None) or next(iter(optimizers_of(self._model).values()), self._given)
 
     @property
     def has_variables(self) -> bool:
@@ -307,6 +309,8 @@ def _set_optimizer(model: Any, optimizer: Any, objective: Objective) -> None:
     name = type(model).__name__
     signature = f"{name}.compile{inspect.signature(type(model).compile)}".replace("(self, ", "(")
     if not model.compiled:
+        if isinstance(innermost(optimizer), NoOptimizer) and objective == Objective(None):
+            return
         raise ConfigError(
             f"{name} has a compile() of its own: call it before Trainer(model). Received: a model that is not compiled "
             f"({signature}, which calls super().compile())."
@@ -318,5 +322,7 @@ def _set_optimizer(model: Any, optimizer: Any, objective: Objective) -> None:
                 f"{name} has a compile() of its own, which takes its losses and metrics: leave out {setting} of "
                 f"Trainer. Received: {setting}={value!r} ({signature})."
             )
+    if isinstance(innermost(optimizer), NoOptimizer):
+        return
     if all(innermost(optimizer) is not innermost(each) for each in optimizers_of(model).values()):
         setattr(model, MAIN, optimizer)

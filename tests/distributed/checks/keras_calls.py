@@ -67,8 +67,7 @@ def check_predictions_are_those_of_keras(world: World) -> None:
             (Forms, lambda: tf.data.Dataset.from_tensor_slices(X).batch(5), {}),
             (WithMean, lambda: tf.data.Dataset.from_tensor_slices(X).batch(8), {}),
         ):
-            model = build()
-            model.compile("sgd", "mse")
+            model = build()  # not compiled
             trainer = hvdtrain.Trainer(model, backend=world.backend)
             ours = trainer.predict(data if data is one_by_one else data(), **options)
             theirs = model.predict(data(), verbose=0, **options)
@@ -76,6 +75,10 @@ def check_predictions_are_those_of_keras(world: World) -> None:
             for outputs in ragged:
                 outputs["ragged"] = outputs["ragged"].to_tensor().numpy()
             assert_same(ours, theirs, f"{build.__name__} {data}")
+        model = dense()
+        model.compile(None, "mse", metrics=["mae"])
+        ours = hvdtrain.Trainer(model, backend=world.backend).evaluate(X, Y, batch=5, verbose=0)
+        assert_same(ours, model.evaluate(X, Y, batch_size=5, verbose=0), "evaluate without an optimizer")
 
 
 @worlds("mpirun-2", "gloo-4", extended=True, why="slices of single batches")

@@ -141,6 +141,7 @@ def check_figures_are_those_of_one_process(world: World) -> None:
     with on_mesh(world, "pp=2") as mesh:
         for backend in (mesh.backend, SingleBackend(None)):
             model = regularized_model()
+            before = hvdtrain.Trainer(model, backend=backend).predict(x[:7], batch=3)  # not compiled
             trainer = hvdtrain.Trainer(
                 model,
                 keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.9),
@@ -154,11 +155,12 @@ def check_figures_are_those_of_one_process(world: World) -> None:
                 (x, y, weights), batch=BATCH, epochs=2, verbose=False, validation_data=(x[:50], y[:50])
             )
             outputs = trainer.predict(x[:7], batch=3)
-            runs.append((result.history, outputs))
-        (ours, predicted), (plain, expected) = runs
+            runs.append((result.history, before, outputs))
+        (ours, initial, predicted), (plain, expected_at_first, expected) = runs
         assert ours.keys() == plain.keys(), (ours, plain)
         for name, values in ours.items():
             assert np.allclose(values, plain[name], rtol=1e-6), (name, values, plain[name])
+        assert np.allclose(initial, expected_at_first, rtol=1e-5, atol=1e-7)
         assert np.allclose(predicted, expected, rtol=1e-5, atol=1e-7)
         assert mesh.session.gather(predicted.tobytes(), 60.0) == [predicted.tobytes()] * world.size
 

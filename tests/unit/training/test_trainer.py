@@ -479,13 +479,40 @@ def test_layers_that_call_does_not_reach_are_trained_as_by_keras(evaluates_first
         ({"loss": "mze"}, r"Unknown loss 'mze'\. Perhaps you meant: mse\."),
         ({"metrics": ["maee"]}, r"Unknown metric 'maee'\. Perhaps you meant: mae\."),
         ({"metrics": ["RecallAtPrecision"]}, "The metric 'RecallAtPrecision' needs arguments"),
-        ({"optimizer": None}, r"An optimizer is needed: Trainer\(model, optimizer, loss\), or a model that was"),
         ({"optimizer": keras.optimizers.SGD(gradient_accumulation_steps=4)}, "gradient_accumulation_steps"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_at_once(options, said):
     with pytest.raises(ConfigError, match=said):
         Trainer(dense(), **{"optimizer": "sgd", "loss": CROSSENTROPY, **options})
+
+
+@pytest.mark.parametrize("by_trainer", [False, True])
+def test_evaluation_and_prediction_need_no_optimizer(by_trainer):
+    model, expected = dense(), dense()
+    expected.compile(None, CROSSENTROPY)
+    expected.set_weights(model.get_weights())
+    if not by_trainer:
+        model.compile(None, CROSSENTROPY)
+    trainer = Trainer(model, loss=CROSSENTROPY) if by_trainer else Trainer(model)
+    np.testing.assert_array_equal(trainer.predict(X), expected.predict(X, verbose=0))
+    np.testing.assert_allclose(trainer.evaluate(X, Y), expected.evaluate(X, Y, verbose=0), rtol=1e-6)
+    assert model.optimizer is None
+    for train in (trainer.fit, trainer.train_on_batch):
+        with pytest.raises(ConfigError, match="An optimizer is needed"):
+            train(X, Y)
+
+
+def test_prediction_needs_no_compiled_model():
+    model = dense()
+    np.testing.assert_array_equal(Trainer(model).predict(X), model.predict(X, verbose=0))
+    assert not model.compiled
+    with pytest.raises(ConfigError, match=r"evaluate needs a loss: .* Received: .*, which is not compiled"):
+        Trainer(model).evaluate(X, Y)
+    with pytest.raises(
+        ConfigError, match=r"An optimizer is needed: Trainer\(model, optimizer, loss\), or a model that"
+    ):
+        Trainer(model).fit(X, Y)
 
 
 def test_nothing_to_evaluate_is_an_error():

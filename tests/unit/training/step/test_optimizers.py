@@ -221,7 +221,7 @@ def test_a_model_that_compiles_itself_is_compiled_before():
     with pytest.raises(
         ConfigError, match=r"An optimizer is needed: Trainer\(model, optimizer, loss\), or a model that"
     ):
-        Trainer(Pair())
+        fit(Pair())
     message = r"call it before Trainer\(model\)\. .*\(Pair\.compile\(a_optimizer, b_optimizer\), which calls super"
     with pytest.raises(ConfigError, match=message):
         Trainer(Pair(), "sgd")
@@ -250,8 +250,9 @@ def test_a_model_may_be_compiled_without_a_main_optimizer():
     assert result.train_loss == result.history["loss"][-1]
     model = Own()
     model.compile(None)
+    model.mine = None
     with pytest.raises(ConfigError, match="Own was compiled with none, and holds none in its attributes"):
-        Trainer(model)
+        fit(model)
 
 
 # -- what is reported --
