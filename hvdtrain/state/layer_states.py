@@ -1,32 +1,61 @@
-"""State of layers beside their variables, by Keras' own protocol for saving: vocabularies, adapted moments."""
+"""State of layers beside their variables: vocabularies and adapted moments, by Keras' own protocol for saving, and
+variables in attributes of which Keras does not know."""
 
 import hashlib
 import io
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
+import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.compat.keras import flatten_layers
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.runtime.placement import placement_of
 from hvdtrain.state.hashes import digest_of
+from hvdtrain.state.structure import children
+from hvdtrain.state.variables import unwrap
 
-_VARIABLES, _ASSETS = "variables/", "assets/"
+_VARIABLES, _ASSETS, _UNTRACKED = "variables/", "assets/", "untracked/"
 
 
 def layers_with_states(model: Any) -> dict[str, Any]:
     """Return the layers that do more than hold variables when they are saved or loaded, by their place in the model.
 
     Of Keras' own those with assets, or that derive something from what they have adapted to; of others all that
-    override how their variables are saved or loaded. None of them has variables of which a rank holds a slice.
+    override how their variables are saved or loaded; and of all those with untracked variables. None of them has
+    variables of which a rank holds a slice.
     """
     layers = list({id(layer): layer for layer in flatten_layers(model)}.values())
-    return {f"{place}": layer for place, layer in enumerate(layers) if _has_state(layer)}
+    return {
+        f"{place}": layer
+        for place, layer in enumerate(layers)
+        if not any(placement_of(variable) for variable in layer.variables)
+        and (_saves_itself(layer) or untracked_variables(layer))
+    }
+
+
+def untracked_variables(layer: Any) -> dict[str, tf.Variable]:
+    """Return the variables in a layer's attributes that are none of its `variables`, by their path.
+
+    Such as the states of a stateful RNN, or a tf.Variable that a user's layer makes.
+    """
+    tracked = {id(unwrap(variable)) for variable in layer.variables}
+    held = {id(unwrap(variable)): (path, unwrap(variable)) for path, variable in _variables_in(layer)}
+    return {path: variable for place, (path, variable) in held.items() if place not in tracked}
+
+
+def _variables_in(thing: Any) -> Iterator[tuple[str, Any]]:
+    for name, child in children(thing):
+        if isinstance(child, keras.Variable | tf.Variable):
+            yield name, child
+        elif isinstance(child, list | tuple | dict):
+            yield from ((f"{name}/{path}", variable) for path, variable in _variables_in(child))
 
 
 def states_of(layers: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -75,9 +104,7 @@ def share_states(model: Any, backend: Backend, root: int) -> None:
     restore_states(layers, received)
 
 
-def _has_state(layer: Any) -> bool:
-    if any(placement_of(variable) for variable in layer.variables):
-        return False
+def _saves_itself(layer: Any) -> bool:
     if hasattr(layer, "save_assets") or hasattr(layer, "finalize_state"):
         return True
     # Keras' own layers and those of this package hold variables alone.
@@ -88,9 +115,10 @@ def _has_state(layer: Any) -> bool:
 def _packed(layer: Any) -> np.ndarray:
     """Return the bytes [n], uint8, of an .npz file of what the layer saves."""
     store: dict[str, Any] = {}
-    if layer.built and hasattr(layer, "save_own_variables"):
+    if layer.built and hasattr(layer, "save_own_variables") and _saves_itself(layer):
         layer.save_own_variables(store)
     parts = {f"{_VARIABLES}{name}": np.asarray(value) for name, value in store.items()}
+    parts |= {f"{_UNTRACKED}{path}": variable.numpy() for path, variable in untracked_variables(layer).items()}
     if hasattr(layer, "save_assets"):
         with tempfile.TemporaryDirectory(prefix="hvdtrain-") as folder:
             layer.save_assets(folder)
@@ -105,6 +133,7 @@ def _unpack(layer: Any, state: np.ndarray) -> None:
     with np.load(io.BytesIO(state.tobytes())) as parts:
         store = {name.removeprefix(_VARIABLES): parts[name] for name in parts.files if name.startswith(_VARIABLES)}
         files = {name.removeprefix(_ASSETS): parts[name] for name in parts.files if name.startswith(_ASSETS)}
+        held = {name.removeprefix(_UNTRACKED): parts[name] for name in parts.files if name.startswith(_UNTRACKED)}
     if files:
         with tempfile.TemporaryDirectory(prefix="hvdtrain-") as folder:
             for name, content in files.items():
@@ -114,6 +143,9 @@ def _unpack(layer: Any, state: np.ndarray) -> None:
             layer.load_assets(folder)
     if store:
         layer.load_own_variables(store)
+    for path, variable in untracked_variables(layer).items():
+        if path in held:
+            variable.assign(held[path])
 
 
 def _hash(state: np.ndarray) -> str:

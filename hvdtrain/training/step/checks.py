@@ -21,6 +21,7 @@ from hvdtrain.compat.tensorflow import compiled
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.data.batch import Batch
 from hvdtrain.parallel.context.positions import POSITION_DIM, Positions, with_positions
+from hvdtrain.state.layer_states import untracked_variables
 from hvdtrain.state.structure import statistics_of
 from hvdtrain.state.variables import path_of, unwrap
 from hvdtrain.training.step.logs import metrics_of
@@ -158,6 +159,42 @@ def check_states(model: Any, batch: Batch, step: Callable[[Batch], Any]) -> None
                 "and the mean over the ranks is not its value for all samples. Say what it shall be: "
                 'add_weight(…, aggregation="mean") if the mean will do, or "only_first_replica"; or exchange it in the '
                 "layer, as by hvdtrain.allreduce(x, op=hvdtrain.horovod.Max)."
+            )
+
+
+def check_untracked(model: Any, batch: Batch, step: Callable[[Batch], Any]) -> None:
+    """Reject variables of which Keras does not know, such as a tf.Variable, that a layer updates from its samples.
+
+    Arguments as for `check_states`. Raises ConfigError naming the layer and the variable.
+    """
+    found = [
+        (layer, path, variable)
+        for layer in {id(layer): layer for layer in flatten_layers(model)}.values()
+        for path, variable in untracked_variables(layer).items()
+    ]
+    parts = halves_of(batch)
+    if not found or parts is None:
+        return
+
+    def states(batch: Batch) -> list[tf.Tensor]:
+        step(batch)
+        return [variable.read_value() for *_, variable in found]
+
+    compute = compiled(states)
+    graph = compute.get_concrete_function(parts[0]).graph
+    if exchanges(graph):
+        return
+    results = []
+    for part in parts[:2]:
+        with unchanged(model, graph):
+            results.append(compute(part))
+    for (layer, path, _), one, other in zip(found, *results, strict=True):
+        if not np.array_equal(one, other):
+            raise ConfigError(
+                f"{type(layer).__name__} {layer.name!r} updates {path!r} from the samples of its rank, and Keras does "
+                "not know of this variable: each rank would go on with its own. Make it a weight of the layer, "
+                'self.add_weight(…, trainable=False, aggregation="mean"), or exchange it in the layer, as by '
+                "hvdtrain.allreduce."
             )
 
 

@@ -36,7 +36,7 @@ from hvdtrain.training.step.batches import (
     per_microbatch,
     reads_outputs,
 )
-from hvdtrain.training.step.checks import check_positions, check_states, check_sums
+from hvdtrain.training.step.checks import check_positions, check_states, check_sums, check_untracked
 from hvdtrain.training.step.contract import CompiledStep
 from hvdtrain.training.step.forward_backward import ForwardBackward
 from hvdtrain.training.step.logs import StepLogs
@@ -220,6 +220,7 @@ class KerasStepFactory:
     def _check_states(self, batch: Batch) -> None:
         """Reject states of layers that cannot be averaged."""
         check_states(self._model, batch, self._forms())
+        check_untracked(self._model, batch, self._forms())
 
     def _forms(self) -> Callable[..., Any]:
         """Return what computes a batch as in training, without changing weights."""

@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import hvdtrain
 from hvdtrain.checkpoint.naming import complete
@@ -80,6 +81,42 @@ def test_a_training_of_an_unbuilt_model_that_is_resumed_ends_as_one_at_a_stretch
 
 
 @pytest.mark.extended
+class Counts(keras.layers.Layer):
+    """Keeps numbers in variables that Keras does not track."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = {"training": [tf.Variable(0.0, trainable=False)]}
+
+    def call(self, inputs, training=False):
+        if training:
+            self.calls["training"][0].assign_add(1.0)
+        return inputs * (1.0 + self.calls["training"][0])
+
+
+def carrying():
+    keras.utils.set_random_seed(7)
+    layers = [keras.layers.LSTM(4, stateful=True), Counts(), keras.layers.Dense(1)]
+    return hvdtrain.Trainer(keras.Sequential([keras.Input(batch_shape=(8, 5, 3)), *layers]), "sgd", "mse")
+
+
+def test_states_that_layers_carry_from_batch_to_batch_go_on(tmp_path):
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((32, 5, 3)), rng.standard_normal((32, 1))
+    options = {"batch": 8, "shuffle": False, "epochs": 2, "verbose": 0}
+    whole, part, resumed = carrying(), carrying(), carrying()
+    whole.fit(x, y, **options)
+    every = hvdtrain.Checkpoint(tmp_path, every=1)
+    with pytest.raises(Interrupted):
+        part.fit(x, y, checkpoint=every, callbacks=[InterruptAfter(6)], **options)
+    resumed.resume(tmp_path)
+    resumed.fit(x, y, checkpoint=every, **options)
+    assert same(resumed, whole)
+    lstm, counts, _ = resumed.model.layers
+    np.testing.assert_array_equal(lstm.states[0], whole.model.layers[0].states[0])
+    assert float(counts.calls["training"][0]) == 8
+
+
 def test_without_a_checkpoint_resume_begins_at_the_start(tmp_path):
     trainer, plain = trainer_of(), trainer_of()
     assert trainer.resume(tmp_path / "none yet") is None

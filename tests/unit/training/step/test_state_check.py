@@ -1,5 +1,7 @@
 """States of users' layers that ranks update from their own samples."""
 
+from contextlib import nullcontext
+
 import keras
 import numpy as np
 import pytest
@@ -7,7 +9,7 @@ import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.batch import as_batch
-from hvdtrain.training.step.checks import check_states
+from hvdtrain.training.step.checks import check_states, check_untracked
 
 X = np.random.default_rng(0).standard_normal((7, 3)).astype("float32")
 
@@ -70,3 +72,29 @@ def test_a_mean_may_be_averaged_and_what_the_layer_asks_for_is_done(layer):
 def test_other_states_are_refused_by_name(layer):
     with pytest.raises(ConfigError, match=r"Watching 'watching\S*' updates \S*seen from the samples of its rank"):
         check(layer())
+
+
+class Untracked(keras.layers.Layer):
+    """Keeps `of(inputs)`, or the number of its calls, in a variable of which Keras does not know."""
+
+    def __init__(self, of):
+        super().__init__()
+        self.of = of
+        self.seen = [tf.Variable(0.0, trainable=False)]
+
+    def call(self, inputs, training=False):
+        if training:
+            self.seen[0].assign_add(self.of(inputs))
+        return inputs
+
+
+@pytest.mark.parametrize("of", [largest, lambda inputs: 1.0])
+def test_untracked_states_of_samples_are_refused(of):
+    """A count of calls is the same on all ranks."""
+    layer = Untracked(of)
+    model = keras.Sequential([keras.Input((3,)), layer, keras.layers.Dense(1)])
+    batch = as_batch(tf.constant(X), 1.0, len(X))
+    context = pytest.raises(ConfigError, match=r"updates 'seen/0' from the samples of its rank, .*add_weight")
+    with context if of is largest else nullcontext():
+        check_untracked(model, batch, lambda batch: model(batch.inputs, training=True))
+    assert float(layer.seen[0]) == 0.0
