@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from hvdtrain.config.data import Sharding, Tail
-from hvdtrain.config.errors import ConfigError, opt
+from hvdtrain.config.errors import ConfigError, DataError, opt
 from hvdtrain.data.augment import Augmentation, Draws
 from hvdtrain.data.bad_records import BadRecords, Gather, with_weights
 from hvdtrain.data.batch import Batch, as_batch, packed, per_replica, slice_batch, slice_bounds, slice_bounds_of_tensor
@@ -53,6 +53,32 @@ class TrainingData(Protocol):
 
     def batches(self, start_step: int) -> Iterator[Batch]:
         """Yield this replica's slices from step `start_step` (counted from 0) on, endlessly."""
+
+
+class VaryingData(TrainingData, Protocol):
+    """Data whose passes may differ in length, each of which is an epoch, as in Keras."""
+
+    varies: bool
+    """Whether they may; else an epoch has `steps_per_epoch`."""
+
+    def epochs(self, epoch: int, within: int) -> Iterator[Iterator[Batch]]:
+        """Yield the batches of each epoch, from batch `within` of `epoch` on. A pass begins with its first batch."""
+
+
+def passes_of(data: VaryingData, epoch: int, within: int) -> Iterator[tuple[Batch, bool]]:
+    """Yield the batches from batch `within` of `epoch` on, and whether each is the last of its pass.
+
+    Raises DataError for an epoch without batches.
+    """
+    for number, batches in enumerate(data.epochs(epoch, within), epoch + 1):
+        last: Batch | None = None
+        for batch in batches:
+            if last is not None:
+                yield last, False
+            last = batch
+        if last is None:
+            raise DataError(f"The data gave no batches in epoch {number}.")
+        yield last, True
 
 
 def check_passes(data: TrainingData, total_steps: int) -> None:

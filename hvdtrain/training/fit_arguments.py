@@ -123,14 +123,15 @@ class FitArguments:
 
     def plan(self, scalars: Scalars, steps_per_epoch: int) -> Plan:
         """Return the plan of the remaining training in state `scalars`."""
-        left = (self.epochs - scalars.epoch_of_training) * steps_per_epoch - scalars.step_in_epoch
-        steps = 0 if scalars.stopped else max(0, left)
+        epochs = 0 if scalars.stopped else max(0, self.epochs - scalars.epoch_of_training)
+        steps = max(epochs, epochs * steps_per_epoch - scalars.step_in_epoch)
         freq = self.validation_freq
         return Plan(
             scalars.step + steps,
             log_every=self.log_every,
             validation_freq=int(freq) if isinstance(freq, int | np.integer) else tuple(int(epoch) for epoch in freq),
             epoch_offset=-scalars.epochs_before,
+            until_epoch=scalars.epoch + epochs,
         )
 
 

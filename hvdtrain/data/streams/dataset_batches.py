@@ -1,5 +1,7 @@
 """Training and evaluation on a user's tf.data.Dataset of global batches."""
 
+import itertools
+from collections import deque
 from collections.abc import Iterator
 from functools import partial
 
@@ -11,6 +13,7 @@ from hvdtrain.data.pipeline import PREFETCH, no_autograph, sliced, steps_of_epoc
 from hvdtrain.data.streams.cut import Cut
 from hvdtrain.data.streams.python_batches import FirstPass, name_of
 from hvdtrain.data.streams.sharded_dataset import ShardedDataset, length_of
+from hvdtrain.runtime.logs import warn_on_first
 
 
 class DatasetTraining:
@@ -57,7 +60,8 @@ class DatasetTraining:
         else:
             whole = self.pass_steps
             self.steps_per_epoch = steps_per_epoch if whole is None else steps_of_epoch(steps_per_epoch, whole)
-        self._may_run_out = bool(steps_per_epoch and not starts_over and _unknown_length(dataset))
+        self.varies = steps_per_epoch is None and length_of(dataset) is None
+        self._may_run_out = self.varies or bool(steps_per_epoch and not starts_over and _unknown_length(dataset))
 
     def batches(self, start_step: int) -> Iterator[Batch]:
         start_step -= self.first_epoch * self.steps_per_epoch
@@ -70,9 +74,43 @@ class DatasetTraining:
         else:
             yield from map(self._with_static_values, _repeated(self._slices).skip(start_step))
 
+    def epochs(self, epoch: int, within: int) -> Iterator[Iterator[Batch]]:
+        """Yield the batches of each epoch, from batch `within` of `epoch` on, each of a new pass.
+
+        As in Keras, which counts the first epoch and the end of its pass, another has at most one batch more.
+        """
+        epoch -= self.first_epoch
+        if epoch == 0 and self.first_pass is not None and self.first_pass.kept:
+            yield map(self._with_static_values, self.first_pass.take(within))
+            within, epoch = 0, 1
+        # Each uses up an order of a shuffle; the pass that counted is the first epoch.
+        for _ in range(epoch - (self.first_pass is not None)):
+            deque(itertools.islice(self._slices, self.steps_per_epoch + 1), 0)
+        while True:
+            yield self._pass(within)
+            within = 0
+
+    def _pass(self, within: int) -> Iterator[Batch]:
+        for step, batch in enumerate(self._slices.prefetch(PREFETCH)):
+            if step > self.steps_per_epoch:
+                warn_on_first(
+                    f"A pass over the data has more than {step} batches: as in Keras, which counted "
+                    f"{self.steps_per_epoch} in the first, the epoch ends there. Where passes grow, train in several "
+                    "calls of fit with initial_epoch, or give steps_per_epoch and repeat() the dataset.",
+                    stacklevel=4,
+                )
+                return
+            if step >= within:
+                yield self._with_static_values(batch)
+
     def _while_whole(self, start_step: int) -> Iterator[Batch]:
         """Yield the batches from `start_step` on. Raises DataError if a pass ends within an epoch."""
         for step, (place, batch) in enumerate(_repeated(self._slices.enumerate()).skip(start_step), start_step):
+            if self.varies and bool(step % self.steps_per_epoch) != bool(int(place)):
+                raise DataError(
+                    f"Passes over the dataset have other numbers of batches than the first, {self.steps_per_epoch}: "
+                    "workers with servers of parameters need passes of one length."
+                )
             if step % self.steps_per_epoch and not int(place):
                 raise DataError(
                     f"The dataset ran out after {step} batches, within an epoch of {self.steps_per_epoch} steps, where "

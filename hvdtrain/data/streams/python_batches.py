@@ -186,7 +186,7 @@ class GeneratorTraining:
         """The training's epoch in which the function is called first."""
         self.content = 0
         """Checksum of the global batches that were taken so far, but for those of the first pass."""
-        self._counted = steps_per_epoch is None
+        self.varies = self._counted = steps_per_epoch is None
         self._ahead: list[Future[Any]] = []
 
     def settle(self) -> None:
@@ -200,9 +200,24 @@ class GeneratorTraining:
         if skipped < self.first_pass.count and self.first_pass.kept:
             yield from self.first_pass.take(skipped)
             skipped = 0 if self._counted else 1
-        elements = itertools.islice(self._elements(), skipped, None)
-        tasks = itertools.repeat(lambda: self._cut.noted(next(elements)))
-        for batch, checksum in ahead(tasks, limit=PREFETCH, begun=self._ahead):
+        yield from self._read(itertools.islice(self._elements(), skipped, None))
+
+    def epochs(self, epoch: int, within: int) -> Iterator[Iterator[Batch]]:
+        """Yield the batches of each epoch, from batch `within` of `epoch` on, each of a new call."""
+        if epoch == self.first_epoch and self.first_pass.kept:
+            yield self.first_pass.take(within)
+            within = 0
+        while True:
+            yield self._read(itertools.islice(_call(self._function), within, None))
+            within = 0
+
+    def _read(self, elements: Iterator[Any]) -> Iterator[Batch]:
+        """Yield this replica's slices of batches, which are read ahead."""
+        tasks = itertools.repeat(lambda: next((self._cut.noted(each) for each in elements), None))
+        for read in ahead(tasks, limit=PREFETCH, begun=self._ahead):
+            if read is None:
+                return
+            batch, checksum = read
             self.content = continued(self.content, checksum)
             yield batch
 

@@ -5,6 +5,7 @@ until the last rank is done; so which samples form a step depends on how they we
 """
 
 import base64
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -69,6 +70,18 @@ class RankTraining:
             self._mine.first_epoch = self.first_epoch
         epoch, within = divmod(start_step, self.steps_per_epoch)
         held = 0 if self._mine is None else self._mine.steps_per_epoch
+        if isinstance(self._mine, DatasetTraining | GeneratorTraining) and self._mine.varies:
+            for own in self._mine.epochs(epoch, min(within, held)):
+                for _ in range(within, self.steps_per_epoch):
+                    batch = next(own, None)
+                    yield self._none() if batch is None else counted_by_weight(batch, self._agreed.rows, self.batch)
+                within = 0
+                if next(own, None) is not None:
+                    warnings.warn(
+                        f"A pass over a rank's own data has more than {self.steps_per_epoch} batches, which the first "
+                        "passes of all ranks had at most: the epoch ends there.",
+                        stacklevel=2,
+                    )
         own = iter(()) if self._mine is None else self._mine.batches(epoch * held + min(within, held))
         while True:
             for step in range(within, self.steps_per_epoch):

@@ -4,13 +4,13 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, cast
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.checkpoint import BestMetric
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.batch import Batch
-from hvdtrain.data.pipeline import TrainingData
+from hvdtrain.data.pipeline import TrainingData, VaryingData, passes_of
 from hvdtrain.runtime.hang.signs import Activity
 from hvdtrain.runtime.stopping import StopAgreement
 from hvdtrain.state.scalars import Scalars
@@ -125,6 +125,8 @@ class Plan:
     """Epochs between evaluations, or the epochs to evaluate after, counted from 1."""
     epoch_offset: int = 0
     """Added to the state's epoch in messages: `fit` counts from its `initial_epoch`."""
+    until_epoch: int | None = None
+    """The state's epoch at the end, for data whose passes differ in length; then `total_steps` is expected."""
 
     def evaluates(self, epoch: int) -> bool:
         """Return whether `epoch`, from 0, ends with an evaluation."""
@@ -158,6 +160,7 @@ class TrainingLoop:
     Args:
         state: the training state; its step and epoch are counted here.
         epoch_offset: as in `Plan`.
+        until_epoch: as in `Plan`.
         measured: when a step is measured and waited for; other steps run asynchronously.
         activity: the loop's current activity, for the hang watchdog.
         stopping: agrees on the step after which a signal stops all ranks; None: never.
@@ -174,6 +177,7 @@ class TrainingLoop:
         total_steps: int,
         measured: list[When],
         epoch_offset: int = 0,
+        until_epoch: int | None = None,
         activity: Activity | None = None,
         stopping: StopAgreement | None = None,
         measures_few: bool = True,
@@ -184,6 +188,8 @@ class TrainingLoop:
         self._data = data
         self._total = total_steps
         self._epoch_offset = epoch_offset
+        self._varies = bool(getattr(data, "varies", False))
+        self._until_epoch = until_epoch if self._varies else None
         self._measured = measured
         few = total_steps - state.scalars.step <= FEW_STEPS
         self._always_measures = few and measures_few
@@ -214,13 +220,17 @@ class TrainingLoop:
         scalars = self._state.scalars
         batches, activity = self._batches(), self._activity
         known: set[Any] = set()  # kinds of steps that have been compiled
-        while scalars.step < self._total:
+        while self._goes_on():
             step = self._next()
             activity.step, activity.phase = step.number, "callbacks"
             for before in self._before:
                 before(step)
             activity.phase = "loading"
             batch = self.clock.next_of(batches)
+            if self._varies:
+                batch, ends_pass = batch
+                self._end_with_pass(step, ends_pass)
+            step.measured = any(when.due(step) for when in self._measured)
             activity.note_read(self.clock.last_wait)
             activity.phase = "compiling" if step.first else "step"
             measure = step.measured or self._always_measures
@@ -231,7 +241,7 @@ class TrainingLoop:
             self.clock.tick(waited=step.measured, compiled=kind not in known)
             known.add(kind)
             activity.phase = "callbacks"
-            scalars.advance(self._data.steps_per_epoch)
+            scalars.advance(self._steps_of_epoch(step))
             outcome = self._call_hooks(step)
             if outcome is Outcome.STOP:
                 break
@@ -245,8 +255,11 @@ class TrainingLoop:
 
     def _batches(self) -> Iterator[Any]:
         """Return the batches from the state's position on, and start the clock."""
-        place = self._state.scalars.place_in_data(self._data.steps_per_epoch)
-        batches = iter(self._data.batches(place))
+        scalars, data = self._state.scalars, self._data
+        if self._varies:
+            batches: Iterator[Any] = passes_of(cast(VaryingData, data), scalars.epoch, scalars.step_in_epoch)
+        else:
+            batches = iter(data.batches(scalars.place_in_data(data.steps_per_epoch)))
         self._resume_clocks()
         return batches
 
@@ -255,6 +268,20 @@ class TrainingLoop:
         self.clock.resume()
         self._activity.times.pause()
 
+    def _goes_on(self) -> bool:
+        scalars = self._state.scalars
+        return scalars.step < self._total if self._until_epoch is None else scalars.epoch < self._until_epoch
+
+    def _end_with_pass(self, step: StepEnd, ends: bool) -> None:
+        """Let `step` end its epoch if its batch is the last of a pass."""
+        if self._until_epoch is not None:
+            step.last = ends and self._state.scalars.epoch + 1 == self._until_epoch
+        step.ends_epoch = step.last or ends
+
+    def _steps_of_epoch(self, step: StepEnd) -> int:
+        """Return the steps of the epoch of `step`; of a pass whose length is unknown, one more than so far."""
+        return self._data.steps_per_epoch if not self._varies else step.place + (1 if step.ends_epoch else 2)
+
     def _next(self) -> StepEnd:
         """Return the next step's position in the run."""
         scalars, steps_per_epoch = self._state.scalars, self._data.steps_per_epoch
@@ -262,7 +289,7 @@ class TrainingLoop:
         last = number == self._total
         ends_epoch = last or place + 1 == steps_per_epoch
         stops = self._stopping is not None and self._stopping.begin(number)
-        step = StepEnd(
+        return StepEnd(
             number=number,
             epoch=scalars.epoch + self._epoch_offset,
             place=place,
@@ -271,8 +298,6 @@ class TrainingLoop:
             last=last,
             stops=stops,
         )
-        step.measured = any(when.due(step) for when in self._measured)
-        return step
 
     def _call_hooks(self, step: StepEnd) -> Outcome:
         for when, hook in self._hooks:

@@ -80,6 +80,10 @@ class LossMonitor:
         self.epoch_loss = float("nan")
         """Mean loss over the last completed epoch."""
 
+    def begin_epoch(self, step: int, epoch: int) -> None:
+        """Note that `epoch`, from 0, begins with `step`, from 1: earlier ones may have had other numbers of steps."""
+        self._place_of_step_0 = epoch * self._steps_per_epoch - (step - 1)
+
     def note(self, totals: Totals, here: Any = None) -> None:
         """Record a started step's totals and this replica's part (`StepResult.here`)."""
         self._pending.append((totals, here))

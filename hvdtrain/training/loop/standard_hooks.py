@@ -121,6 +121,7 @@ class StandardTraining:
             total_steps=plan.total_steps,
             measured=measured,
             epoch_offset=plan.epoch_offset,
+            until_epoch=plan.until_epoch,
             activity=self._activity,
             stopping=stopping,
             measures_few=not (backend.capabilities.asynchronous or rule.waits_when_measured),
@@ -223,6 +224,8 @@ class StandardTraining:
         """Reset the metrics where Keras does: what callbacks evaluated since is not of this epoch."""
         if step.place == 0 and not step.first:
             self._step.begin_metrics()
+        if step.place == 0:
+            self._monitor.begin_epoch(step.number, step.epoch)
         self._state.counts_epoch = True
 
     def _begin_step(self, step: StepEnd) -> None:

@@ -64,6 +64,36 @@ def check_batches_made_in_python(world: World) -> None:
         np.testing.assert_allclose(other_loss, loss, rtol=1e-6, err_msg=name)
 
 
+@exact_arrays()
+def check_each_epoch_is_a_pass_over_data_whose_passes_differ(world: World) -> None:
+    """A filter by a bound that a callback raises: on all ranks, and on parts of their own."""
+    x, y = dense_data("float64")
+    level = tf.Variable(0, dtype=tf.int64)
+
+    def batches(part: slice = slice(None), batch: int = 8) -> tf.data.Dataset:
+        numbered = tf.data.Dataset.from_tensor_slices((np.arange(SAMPLES)[part], x[part], y[part]))
+        return numbered.filter(lambda number, *_: number < level).map(lambda _, x, y: (x, y)).batch(batch)
+
+    def fit(data: Any, *levels: int, **options: Any) -> dict[str, Any]:
+        level.assign(levels[0])
+        raised = keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: level.assign(levels[epoch]))
+        return {"x": data, "epochs": 3, "callbacks": [raised], **options}
+
+    def compiled() -> dict[str, Any]:
+        return {"optimizer": keras.optimizers.SGD(0.1), "loss": CROSS_ENTROPY}
+
+    def build() -> keras.Model:
+        return dense_model("float64", 0)
+
+    assert_trained_as_keras(world, build, compiled, lambda: fit(batches(), 16, 20, 12))
+    model, trainer = build(), hvdtrain.Trainer(build(), **compiled(), backend=world.backend)
+    model.compile(**compiled())
+    model.fit(**fit(batches(), 20, 8, 12), verbose=0)
+    part = slice(world.rank, None, world.size)
+    trainer.fit(**fit(batches(part, 8 // world.size), 20, 8, 12, shard="rank"), verbose=0)
+    np.testing.assert_allclose(trainer.model.get_weights()[0], model.get_weights()[0], rtol=1e-10)
+
+
 def check_data_that_differ_by_rank_are_refused(world: World) -> None:
     """Each rank's own slice, or arrays of other lengths: refused on every rank, before anything is exchanged."""
     x, y = dense_data("float64")

@@ -292,6 +292,64 @@ def test_batches_may_be_sparse(form):
     np.testing.assert_allclose(trainer.model.get_weights()[0], model.get_weights()[0], rtol=1e-5)
 
 
+class Bound(keras.callbacks.Callback):
+    """Sets how many samples a filter leaves in each epoch, and counts the steps."""
+
+    def __init__(self, *bounds):
+        super().__init__()
+        self.bounds, self.steps, self.level = bounds, [], tf.Variable(bounds[0], dtype=tf.int64)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.level.assign(self.bounds[epoch])
+        self.steps.append(0)
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.steps[-1] += 1
+
+    def batches(self):
+        numbered = tf.data.Dataset.from_tensor_slices((X, Y)).enumerate()
+        return numbered.filter(lambda number, pair: number < self.level).map(lambda number, pair: pair).batch(8)
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.parametrize("bounds", [(16, 24, 20, 16), (32, 9, 30, 50)], ids=["grows", "shrinks"])
+def test_each_epoch_is_a_pass_over_data_whose_passes_differ(bounds):
+    theirs, ours = Bound(*bounds), Bound(*bounds)
+    model, trainer = compiled(), trainer_of()
+    expected = model.fit(theirs.batches(), epochs=4, verbose=0, callbacks=[theirs])
+    found = trainer.fit(ours.batches(), epochs=4, verbose=0, callbacks=[ours])
+    assert ours.steps == theirs.steps
+    assert found.steps == sum(theirs.steps)
+    np.testing.assert_allclose(found.history["loss"], expected.history["loss"], rtol=1e-5)
+    np.testing.assert_allclose(trainer.model.get_weights()[0], model.get_weights()[0], rtol=1e-5)
+
+
+def test_a_pass_that_grows_further_than_keras_reads_it_is_named():
+    bound = Bound(16, 40)
+    with pytest.warns(UserWarning, match="A pass over the data has more than 3 batches: as in Keras, which counted 2"):
+        trainer_of().fit(bound.batches(), epochs=2, verbose=0, callbacks=[bound])
+    assert bound.steps == [2, 3]
+
+
+@pytest.mark.parametrize("counted", [3, 5], ids=["grows", "shrinks"])
+def test_each_epoch_is_a_call_of_a_generator_function(counted):
+    lengths = iter([counted, 4, 1, 5])
+    count = Bound(0, 0, 0, 0)
+
+    def generate():
+        for begin in range(next(lengths)):
+            yield X[8 * begin : 8 * begin + 8], Y[8 * begin : 8 * begin + 8]
+
+    trainer_of().fit(generate, epochs=4, verbose=0, callbacks=[count])
+    assert count.steps == [counted, 4, 1, 5]
+
+
+def test_an_epoch_without_batches_is_refused():
+    bound = Bound(16, 0)
+    with pytest.raises(DataError, match=r"The data gave no batches in epoch 2\."):
+        trainer_of().fit(bound.batches(), epochs=2, verbose=0, callbacks=[bound])
+
+
 def test_a_generator_object_that_ends_too_early_is_named():
     with pytest.raises(DataError, match="batches ended before the training did"):
         trainer_of().fit(batches(), steps_per_epoch=3, epochs=3, verbose=0)

@@ -18,6 +18,12 @@ STEPS = 4
 QUIET = {"batch": 16, "verbose": 0}
 
 
+def passes_of_any_length():
+    """Return batches of which each pass holds others, and another number."""
+    numbers = tf.data.Dataset.range(50).shuffle(50, seed=1).take(40).filter(lambda number: number < 30)
+    return numbers.map(lambda number: (tf.gather(X, number), tf.gather(Y, number))).batch(4)
+
+
 class Interrupted(Exception):
     pass
 
@@ -62,6 +68,23 @@ def steps_in(folder):
 
 
 # -- a script that is run again goes on --
+
+
+@pytest.mark.parametrize("after", [3, 11])
+def test_a_training_on_passes_of_any_length_ends_as_one_at_a_stretch(tmp_path, after):
+    def fit(trainer, *callbacks):
+        saves = hvdtrain.Checkpoint(tmp_path, every=1)
+        return trainer.fit(passes_of_any_length(), epochs=4, verbose=0, checkpoint=saves, callbacks=list(callbacks))
+
+    whole = trainer_of()
+    expected = whole.fit(passes_of_any_length(), epochs=4, verbose=0)
+    assert expected.steps % 4, "passes differ in length"
+    with pytest.raises(Interrupted):
+        fit(trainer_of(), InterruptAfter(after))
+    again = trainer_of()
+    again.resume(tmp_path)
+    assert fit(again).steps == expected.steps
+    assert same(again, whole)
 
 
 def test_a_training_of_an_unbuilt_model_that_is_resumed_ends_as_one_at_a_stretch(tmp_path):
