@@ -113,7 +113,7 @@ def _train(
         folder.checkpoints, kept.keep, backend, keep_every_hours=kept.keep_every_hours, before=begun.restore
     )
     identity, warning = identity_of(source.loaded), None
-    restored = commits is not None and commits.restore(trainer.state, backend)
+    restored = commits is not None and trainer.restore_commit(commits)
     newest = None if resume == "no" or restored else checkpoints.find_to_go_on()
     if newest is not None:
         warning = _resume(trainer, newest=newest, identity=identity, config=config, path=path)
@@ -126,7 +126,6 @@ def _train(
         create(path)
     scalars = trainer.state.scalars
     scalars.data = identity
-    trainer.broadcast_state()
     settle_processes(scalars, data, backend.processes, path)
     if tolerant is not None:
         tolerant.bad.recall(scalars.left_out)
@@ -162,6 +161,7 @@ def _train(
                 callbacks=[keras.callbacks.SwapEMAWeights(swap_on_epoch=True)] if config.optim.ema else [],
                 stopping=stopping,
                 commits=commits,
+                restored=restored or newest is not None,
             )
         summary = summary_of_run(config, session=session, trainer=trainer, result=result, resumed_from=info.start_step)
         if tolerant is not None and tolerant.bad.tolerated:

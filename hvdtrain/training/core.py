@@ -242,6 +242,7 @@ class TrainerCore:
         callbacks: Sequence[Any] = (),
         stopping: StopAgreement | None = None,
         commits: Commits | None = None,
+        restored: bool = False,
     ) -> FitResult:
         """Broadcast rank 0's state and train until `plan.total_steps`. Collective.
 
@@ -252,14 +253,17 @@ class TrainerCore:
             callbacks: as for `fit`. After `restore` they continue from their saved state.
             stopping: agrees on the step after which a signal stops all ranks; needs `save`.
             commits: of elastic training, which commits the state every `plan.commit_every` steps.
+            restored: whether a checkpoint or a commit was restored just before: all ranks have this state.
 
         Raises:
+            CheckpointError: `save` cannot write this state where it is to; before the first step.
             ConfigError: as `fit`; or a restored callback has lost its best weights (`restore_best_weights=True`).
         """
         check(self.options, facts=Facts(saves=isinstance(save, BackgroundSaver)))
         sizes = {"data.batch": data.batch, "data.steps_per_epoch": data.steps_per_epoch}
         self._agree("train", {"plan": plan, **sizes, "validation": validation, "save": save}, callbacks)
-        self.broadcast_state()
+        if not restored:
+            self.broadcast_state()
         return self._train(
             data,
             plan=plan,
@@ -287,6 +291,9 @@ class TrainerCore:
     ) -> FitResult:
         """Train from a state that is equal on every rank."""
         begin = time.perf_counter()
+        if isinstance(save, BackgroundSaver):
+            again = commits is not None and commits.goes_on
+            save.files.prepare(self.state.scalars.step, self.state.named_tensors(), again=again)
         self._factory.microbatch_length(data.batch, self.rule.slices)  # refused before anything is said of the run
         info = info or run_info(self.backend, state=self.state, options=self.options, data=data, plan=plan)
         notes = [*getattr(data, "notes", ()), *self._factory.warnings]
@@ -324,6 +331,13 @@ class TrainerCore:
         with compiled_code(self.model, eager=self._eager):
             training.run()
         return training.result(wall_seconds=time.perf_counter() - begin)
+
+    def restore_commit(self, commits: Commits) -> bool:
+        """Restore the newest commit of an elastic training on all ranks; return whether there is one. Collective."""
+        found = commits.restore(self.state, self.backend)
+        if found:
+            self.rule.on_state_loaded()
+        return found
 
     def _commit_to(self, commits: Commits, observers: Observer) -> Callable[[], None]:
         """Commit an elastic world's initial state, and return the commit function."""

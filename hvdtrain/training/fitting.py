@@ -67,11 +67,9 @@ class FittingTrainer(ResumableTrainer):
         if source is not None:
             self._factory.check(source)
         self.build(data)
-        again = commits is not None and commits.restore(self.state, self.backend)
-        if again:
+        if commits is not None and self.restore_commit(commits):
             go_on_writing(callbacks)
             goes_on = True
-            self.broadcast_state()
         else:
             goes_on = self._begin_fit(data, arguments.initial_epoch, backup, described_data=saved is not None)
         if isinstance(data, DatasetTraining | GeneratorTraining | RankTraining):
@@ -82,7 +80,7 @@ class FittingTrainer(ResumableTrainer):
         try:
             if goes_on and plan.total_steps == self.state.scalars.step:
                 observers.on_message(nothing_left(self.state.scalars))
-            saving = self._saving(saved, again=again)
+            saving = self._saving(saved)
             resumes = backup is not None or (saved is not None and Path(saved.folder) in self._asked_for)
             stops = stoppable(saved, self.state.scalars, plan.total_steps, resumes=resumes)
             with saving as save, stops as stopping:

@@ -241,11 +241,12 @@ class ResumableTrainer(TrainerCore):
         self, data: TrainingData, initial_epoch: int, backup: Backup | None, *, described_data: bool
     ) -> bool:
         """Begin training, or continue the resumed one; return whether it continues."""
+        restored = None
         if backup is not None:
             on_every_rank(self.backend, lambda: backup.refuse_foreign() if self.backend.primary else None)
-            self._resume(Path(backup.folder))
-        # Rank 0 may be the only one that loaded weights: the plan is made from its state.
-        self.broadcast_state()
+            restored = self._resume(Path(backup.folder))
+        if restored is None:  # rank 0 may be the only one that loaded weights: the plan is made from its state
+            self.broadcast_state()
         scalars = self.state.scalars
         goes_on, self._resuming = self._resuming, False
         now = described(data, self._seed, self.backend) if described_data or goes_on else None
@@ -258,8 +259,8 @@ class ResumableTrainer(TrainerCore):
         return goes_on
 
     @contextmanager
-    def _saving(self, checkpoint: Checkpoint | None, *, again: bool = False) -> Iterator[BackgroundSaver | None]:
-        """Yield the checkpoint writer of a `fit`, or None; `again` in later worlds of this `fit`."""
+    def _saving(self, checkpoint: Checkpoint | None) -> Iterator[BackgroundSaver | None]:
+        """Yield the checkpoint writer of a `fit`, or None."""
         if checkpoint is None:
             yield None
             return
@@ -267,7 +268,6 @@ class ResumableTrainer(TrainerCore):
         with locked(folder, self.backend, job=current().link.job) as lock:
             kept = int(checkpoint.keep)
             files = Checkpointer(folder, kept, self.backend, keep_every_hours=hours, before=lock.renew)
-            files.prepare(self.state.scalars.step, self.state.named_tensors(), again=again)
             saver = BackgroundSaver(files, current().control)
             try:
                 yield saver

@@ -16,7 +16,10 @@ from world import World, flat_bytes
 from worlds import worlds
 
 import hvdtrain
+from hvdtrain.cli.train import parse
 from hvdtrain.config.errors import CheckpointError, ConfigError
+from hvdtrain.runs.run import train
+from hvdtrain.runtime.session import current
 from hvdtrain.training.update_rules.zero.shards import SMALL_BYTES
 
 DATA = samples(50)
@@ -234,16 +237,27 @@ def check_what_ranks_cannot_save_is_refused_before_the_first_step(world: World) 
             (folder / "file").write_text("in the way")
         said = failed(world, lambda: trainer.fit(DATA, **FIT, checkpoint="file/saved"))
         assert "Checkpoints cannot be written to file/saved" in said, said
-        wide = keras.Sequential([keras.Input((5,)), keras.layers.Dense(SMALL_BYTES // 8), keras.layers.Dense(3)])
-        sharded = hvdtrain.Trainer(wide, "adam", CROSSENTROPY, backend=world.backend, zero=1)
-        said = failed(world, lambda: sharded.fit(DATA, **FIT, checkpoint="saved"))
-        assert "must be one that all ranks share" in said, said
-        assert sharded.state.scalars.step == trainer.state.scalars.step == 0
+        assert trainer.state.scalars.step == 0
         interrupted(world, 5, checkpoint="saved")
         trainer.resume("saved")
         other = (DATA[0] + 1, DATA[1])
         said = failed(world, lambda: trainer.fit(other, **FIT, checkpoint="saved"))
         assert "Received: samples with other values" in said, said
+
+
+@worlds("mpirun-2")
+def check_slices_that_ranks_cannot_save_together_are_refused_before_the_first_step(world: World) -> None:
+    with in_a_folder_of_its_own(world, "unshared"):
+        wide = keras.Sequential([keras.Input((5,)), keras.layers.Dense(SMALL_BYTES // 8), keras.layers.Dense(3)])
+        sharded = hvdtrain.Trainer(wide, "adam", CROSSENTROPY, backend=world.backend, zero=1)
+        said = failed(world, lambda: sharded.fit(DATA, **FIT, checkpoint="saved"))
+        assert "must be one that all ranks share" in said, said
+        assert sharded.state.scalars.step == 0
+        words = ["digits", "--zero", "1", "--epochs", "1", "--plots", "False", "--tensorboard", "False"]
+        config = parse([*words, "--model-args", "width", str(SMALL_BYTES // 64)]).config
+        said = failed(world, lambda: train(current(), config, Path("run")))
+        assert "must be one that all ranks share" in said, said
+        assert not list(Path("run").glob("metrics.jsonl")), "no step was taken"
 
 
 def failed(world: World, call: Any) -> str:

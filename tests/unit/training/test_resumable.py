@@ -7,7 +7,12 @@ import tensorflow as tf
 
 import hvdtrain
 from hvdtrain.checkpoint.naming import complete
+from hvdtrain.cli.train import parse
 from hvdtrain.config.errors import CheckpointError, ConfigError
+from hvdtrain.runs.run import train
+from hvdtrain.state.train_state import TrainState
+from hvdtrain.training import resumable
+from hvdtrain.training.elastic import Commits
 from tests.builders import samples
 
 pytestmark = pytest.mark.usefixtures("session")
@@ -65,6 +70,54 @@ def interrupted(folder, after, *, epochs=3, trainer=None, callbacks=(), **option
 
 def steps_in(folder):
     return [int(path.name.removeprefix("step-")) for path in complete(folder)]
+
+
+@pytest.fixture
+def broadcasts(monkeypatch):
+    """The steps after which a whole state was broadcast, with where it came from."""
+    seen, broadcast, restore = [], TrainState.broadcast, resumable.restore
+
+    def noted(state, backend, root=0):
+        seen.append(("rank 0", state.scalars.step))
+        broadcast(state, backend, root)
+
+    def restored(path, tensors, ranks):
+        seen.append(("a checkpoint", int(path.name.removeprefix("step-"))))
+        return restore(path, tensors, ranks)
+
+    monkeypatch.setattr(TrainState, "broadcast", noted)
+    monkeypatch.setattr(resumable, "restore", restored)
+    return seen
+
+
+def test_the_state_is_broadcast_once_at_the_start_of_a_fit(tmp_path, broadcasts):
+    def backup():
+        return [keras.callbacks.BackupAndRestore(tmp_path / "backup", save_freq=2)]
+
+    interrupted(tmp_path, 3, callbacks=backup())
+    assert broadcasts == [("rank 0", 0)]
+    trainer_of().fit(X, Y, epochs=1, callbacks=backup(), **QUIET)
+    assert broadcasts[1:] == [("a checkpoint", 2)]
+
+
+def test_the_state_is_broadcast_once_at_the_start_of_a_run(session, tmp_path, broadcasts):
+    words = ["digits", "--epochs", "1", "--max-steps", "2", "--plots", "False", "--tensorboard", "False"]
+    folder = tmp_path / "run"
+    train(session, parse(words).config, folder)
+    assert broadcasts == [("rank 0", 0)]
+    train(session, parse([*words[:-5], "3", *words[-4:]]).config, folder, resume="auto")
+    assert broadcasts[1:] == [("a checkpoint", 2)]
+
+
+def test_a_commit_of_an_elastic_training_is_broadcast_once(broadcasts):
+    trainer, commits = trainer_of(), Commits()
+    assert not trainer.restore_commit(commits)
+    commits.keep(trainer.state, trainer.backend)
+    before = weights(trainer)
+    trainer.model.set_weights([weight * 0 for weight in trainer.model.get_weights()])
+    assert trainer.restore_commit(commits)
+    assert np.array_equal(weights(trainer), before)
+    assert broadcasts == [("rank 0", 0)]
 
 
 # -- a script that is run again goes on --
