@@ -8,7 +8,6 @@ from typing import Any, cast
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.config.checkpoint import BestMetric
-from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.pipeline import TrainingData, VaryingData, passes_of
 from hvdtrain.runtime.hang.signs import Activity
@@ -42,12 +41,8 @@ class Outcome(IntEnum):
     """Effect of a hook on the loop; the same on every rank."""
 
     CONTINUE = 0
-    SKIP = 1
-    """The step changed nothing (its gradients overflowed): training continues."""
-    STOP = 2
+    STOP = 1
     """Stop after this step. Later hooks that are due at the end of an epoch or of training still run."""
-    ROLL_BACK = 3
-    """The step is undone: later hooks are not called, and training continues from the last snapshot."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -198,18 +193,14 @@ class TrainingLoop:
         self._first = state.scalars.step + 1
         self._hooks: list[tuple[When, Hook]] = []
         self._before: list[Callable[[StepEnd], None]] = []
-        self._roll_back: list[Callable[[], None]] = []
         self.clock = StepClock(data.batch, overlapping=backend.capabilities.asynchronous)
 
-    def add_hook(self, hook: Hook, when: When, *, roll_back: Callable[[], None] | None = None) -> None:
+    def add_hook(self, hook: Hook, when: When) -> None:
         """Call `hook` after the steps of `when`, after previously added hooks.
 
-        It returns its effect on the loop, the same on every rank. `roll_back` is called if a step is rolled back; one
-        hook must restore a snapshot of the state.
+        It returns its effect on the loop, the same on every rank.
         """
         self._hooks.append((when, hook))
-        if roll_back is not None:
-            self._roll_back.append(roll_back)
 
     def add_hook_before(self, hook: Callable[[StepEnd], None]) -> None:
         """Call `hook` before every step, with the facts known by then."""
@@ -242,13 +233,10 @@ class TrainingLoop:
             known.add(kind)
             activity.phase = "callbacks"
             scalars.advance(self._steps_of_epoch(step))
-            outcome = self._call_hooks(step)
-            if outcome is Outcome.STOP:
+            self._call_hooks(step)
+            if step.outcome is Outcome.STOP:
                 break
-            if outcome is Outcome.ROLL_BACK:
-                scalars = self._rolled_back(step)
-                batches = self._batches()
-            elif step.measured:
+            if step.measured:
                 self._resume_clocks()
         if isinstance(batches, Generator):
             batches.close()  # a PyDataset is told that its epoch has ended
@@ -299,29 +287,11 @@ class TrainingLoop:
             stops=stops,
         )
 
-    def _call_hooks(self, step: StepEnd) -> Outcome:
+    def _call_hooks(self, step: StepEnd) -> None:
         for when, hook in self._hooks:
-            if when.due(step):
-                outcome = hook(step) or Outcome.CONTINUE
-                if outcome > step.outcome:
-                    step.outcome = outcome
-                    if outcome is Outcome.STOP:
-                        step.last = step.ends_epoch = True
-                if outcome is Outcome.ROLL_BACK:
-                    break
-        return step.outcome
-
-    def _rolled_back(self, step: StepEnd) -> Any:
-        """Restore the last snapshot, and return its scalars. Raises ConfigError if no hook keeps snapshots."""
-        for roll_back in self._roll_back:
-            roll_back()
-        scalars = self._state.scalars
-        if scalars.step >= step.number:
-            raise ConfigError(
-                f"Step {step.number} is to be rolled back, and there is no snapshot from before it: add a hook that "
-                "keeps snapshots, loop.add_hook(keep, When(every=N), roll_back=restore)."
-            )
-        return scalars
+            if when.due(step) and hook(step) is Outcome.STOP:
+                step.outcome = Outcome.STOP
+                step.last = step.ends_epoch = True
 
 
 def _kind_of_step(batch: Any, measure: bool) -> tuple[bool, Any]:

@@ -75,8 +75,6 @@ class LossMonitor:
         self._epoch = np.array(epoch_sums, np.float64)
         self.skipped = 0
         """Skipped steps among those read."""
-        self.last_skipped = False
-        """Whether the last step read was skipped."""
         self.epoch_loss = float("nan")
         """Mean loss over the last completed epoch."""
 
@@ -131,26 +129,25 @@ class LossMonitor:
             return
         rows = np.array([totals.numpy() for totals, _ in results], np.float64)
         guarded = rows.shape[1] == len(GuardedTotals._fields)
-        bad = self._set_aside(rows, [here for _, here in results]) if guarded else np.zeros(len(rows), bool)
+        if guarded:
+            self._set_aside(rows, [here for _, here in results])
         finite = np.isfinite(rows[:, 0])
         self._bad_data = _first_bad(rows[:, 2], self._read) if self._bad_data is None else self._bad_data
         self._bad_loss = _first_bad(rows[:, 0], self._read) if self._bad_loss is None else self._bad_loss
         # A guard tells an overflow in the gradient from a loss that is not finite.
         overflowed = ~np.isfinite(rows[:, 3 if guarded else 0]) & self._skips
         self.skipped += int(overflowed.sum())
-        self.last_skipped = bool(overflowed[-1] or bad[-1])
         self._window += rows[finite, :2].sum(axis=0)
         self._read += len(rows)
 
-    def _set_aside(self, rows: np.ndarray, here: Sequence[Any]) -> np.ndarray:
-        """Move `rows`' bad steps to `pop_bad_steps`, zeroed; return their mask."""
+    def _set_aside(self, rows: np.ndarray, here: Sequence[Any]) -> None:
+        """Move `rows`' bad steps to `pop_bad_steps`, zeroed."""
         bad: np.ndarray = rows[:, GuardedTotals._fields.index("verdict")] != GOOD
         for place in np.flatnonzero(bad).tolist():
             number = self._read + place
             found = BadStep(number + 1, self._place(number), GuardedTotals(*rows[place].tolist()), here[place])
             self._bad_steps.append(found)
         rows[bad] = 0.0
-        return bad
 
     def _check(self, finite_parameters: bool, loss_scale: float | None) -> None:
         bad_loss, self._bad_loss = self._bad_loss, None

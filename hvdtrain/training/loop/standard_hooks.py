@@ -28,7 +28,6 @@ from hvdtrain.training.loop.loop import (
     MEASURED,
     STOPS,
     Actions,
-    Outcome,
     Plan,
     StepEnd,
     TrainingLoop,
@@ -145,12 +144,12 @@ class StandardTraining:
         self._desync = DesyncCheck(
             backend=backend, state=state, rule=rule, first_step=scalars.step, every=options.desync_every
         )
-        self._add_hooks(plan)
+        self._add_hooks()
 
-    def _add_hooks(self, plan: Plan) -> None:
+    def _add_hooks(self) -> None:
         """Register the hooks, in calling order."""
         loop, callbacks = self.loop, self._callbacks
-        loop.add_hook(self._note, EVERY_STEP, roll_back=self._rewind)
+        loop.add_hook(self._note, EVERY_STEP)
         loop.add_hook_before(self._begin_epoch)
         if callbacks is not None:
             loop.add_hook_before(self._begin_step)
@@ -241,10 +240,6 @@ class StandardTraining:
         self._monitor.note(step.result.totals, step.result.here)
         self._observers.on_progress(step.number)
 
-    def _rewind(self) -> None:
-        scalars, progress = self._state.scalars, self._state.scalars.progress
-        self._monitor.rewind(scalars.step, (progress.loss_sum, progress.loss_weight))
-
     def _show_batch(self, step: StepEnd) -> None:
         assert self._callbacks is not None, "added only where there are callbacks"
         if self._callbacks.needs.weights:
@@ -253,7 +248,7 @@ class StandardTraining:
         with self._rule.shown_weights():
             self._callbacks.end_step(step, self._step.results_of_step)
 
-    def _check_and_log(self, step: StepEnd) -> Outcome:
+    def _check_and_log(self, step: StepEnd) -> None:
         """Handle non-finite values, and log the step."""
         assert step.result is not None
         assert step.result.measured is not None, "logged steps are measured"
@@ -266,7 +261,6 @@ class StandardTraining:
             self._roll_back(step)
         self._note_progress()
         self._report.log_step(step, measured, loss)
-        return Outcome.SKIP if self._monitor.last_skipped else Outcome.CONTINUE
 
     def _roll_back(self, step: StepEnd) -> None:
         """Continue from the newest good checkpoint, discarding the batches since then."""
