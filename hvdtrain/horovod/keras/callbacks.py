@@ -10,7 +10,7 @@ from hvdtrain.compat.horovod import learning_rate_schedule
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.horovod.collectives import allreduce
 from hvdtrain.horovod.flavour import keras, optimizers, refuse_other_keras
-from hvdtrain.horovod.functions import gathered, send
+from hvdtrain.horovod.functions import allgather_object, gathered, send
 from hvdtrain.horovod.names import global_process_set, rank, size
 from hvdtrain.optim.averaging import innermost
 from hvdtrain.runtime.process_sets import collectives_among
@@ -133,7 +133,7 @@ def _variables_of(model: Any) -> list[Any]:
 class MetricAverageCallback(Callback):
     """Averages an epoch's logs over the ranks, for the callbacks after it.
 
-    The keys must be the same on every rank.
+    The keys must be the same on every rank: ConfigError names one that is not.
     """
 
     def __init__(self, device: str = "") -> None:
@@ -142,12 +142,29 @@ class MetricAverageCallback(Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Replace the logs by their averages."""
-        if not logs:
-            return
+        logs = {} if logs is None else logs
         names = sorted(logs)
+        self._refuse_missing(allgather_object(names, name="metric_names"))
+        if not names:
+            return
         with tf.device(self.device):
             averages = allreduce(tf.constant([float(logs[name]) for name in names], tf.float64), name="metrics")
         logs.update(zip(names, averages.numpy().tolist(), strict=True))
+
+    def _refuse_missing(self, everyone: list[list[str]]) -> None:
+        """Raise for a key that some ranks lack: averages would be of other metrics, or never come."""
+        for name in sorted({name for names in everyone for name in names}):
+            lacking = [rank for rank, names in enumerate(everyone) if name not in names]
+            if lacking:
+                which = f"rank {lacking[0]}" if len(lacking) == 1 else f"ranks {', '.join(map(str, lacking))}"
+                cure = (
+                    "Pass validation_data to fit on every rank"
+                    if name.startswith("val_")
+                    else "Have every rank report it, or list the callback that adds it after MetricAverageCallback"
+                )
+                raise ConfigError(
+                    f"MetricAverageCallback averages the logs of all ranks. Received: no {name!r} on {which}. {cure}."
+                )
 
 
 class _LearningRate(learning_rate_schedule()):  # type: ignore[misc]

@@ -20,11 +20,12 @@ from checks.face_cases import (
     part,
     weights_of,
 )
-from world import World, flat_bytes
+from world import World, flat_bytes, refused
 from worlds import worlds
 
 import hvdtrain.horovod as hvd
 import hvdtrain.horovod.keras as hvd_keras
+from hvdtrain.config.errors import ConfigError
 
 keras = tf.keras
 
@@ -176,6 +177,9 @@ def check_the_callbacks(world: World) -> None:
         rates = [logs["lr"] for logs in seen]
         np.testing.assert_allclose(rates, [0.2 * (1 + 1 / world.size), 0.4, 0.4 * 0.01], rtol=1e-6)
         assert world.same_everywhere(repr([logs["loss"] for logs in seen]).encode())
+        partly = {"loss": 1.0, **({} if world.rank else {"val_loss": 2.0})}
+        with refused(r"Received: no 'val_loss' on rank 1. Pass validation_data to fit on every rank.", ConfigError):
+            average.on_epoch_end(0, partly)
 
 
 @worlds("mpirun-2", "gloo-2", extended=True)
