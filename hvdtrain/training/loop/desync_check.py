@@ -43,6 +43,8 @@ class DesyncCheck:
         self._holders: Holders | None = None
         self._rule = rule
         self._first = first_step
+        self._seen = first_step
+        """Step after which the ranks were compared last; before the first one all were given rank 0's state."""
         self._every = every
         # Replicas within a process, and workers of a parameter server, share their variables.
         shared = max(backend.processes, backend.job_size) == 1 or backend.capabilities.asynchronous
@@ -55,6 +57,15 @@ class DesyncCheck:
     def __call__(self, step: StepEnd) -> None:
         """Check after `step`, if due. Raises DesyncError naming the variables and the ranks that differ."""
         if self._due(step):
+            self.look(f"step {step.number}")
+            self._seen = step.number
+
+    def before_save(self, step: StepEnd, *, callbacks: bool) -> None:
+        """Check after `step` unless it was: no checkpoint holds what was not compared.
+
+        Raises DesyncError. At the end of an epoch `callbacks` may have changed the state since.
+        """
+        if self.needed and (step.number != self._seen or (callbacks and step.ends_epoch)):
             self.look(f"step {step.number}")
 
     def _due(self, step: StepEnd) -> bool:

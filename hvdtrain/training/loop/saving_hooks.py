@@ -13,6 +13,7 @@ from hvdtrain.runtime.hang.signs import Activity
 from hvdtrain.runtime.logs import LOGGER
 from hvdtrain.state.scalars import Scalars
 from hvdtrain.state.train_state import TrainState
+from hvdtrain.training.loop.desync_check import DesyncCheck
 from hvdtrain.training.loop.keras_callbacks import KerasCallbacks
 from hvdtrain.training.loop.loop import EPOCH_ENDS, MEASURED, Actions, Outcome, Plan, StepEnd, TrainingLoop
 from hvdtrain.training.step.contract import CompiledStep
@@ -95,6 +96,7 @@ class SavingHooks:
         actions: Actions,
         callbacks: KerasCallbacks | None,
         activity: Activity,
+        desync: DesyncCheck,
     ) -> None:
         self._backend = backend
         self._state = state
@@ -104,6 +106,7 @@ class SavingHooks:
         self._actions = actions
         self._callbacks = callbacks
         self._activity = activity
+        self._desync = desync
         self._begun = 0
         self._best_before: dict[int, dict[str, Any] | None] = {}
 
@@ -164,6 +167,7 @@ class SavingHooks:
 
     def _save(self, step: StepEnd) -> None:
         """Save after `step`; at the end of training or on a stop, wait for it."""
+        self._desync.before_save(step, callbacks=self._callbacks is not None)
         with self._activity.during("saving"):
             self._attempt(self._actions.finish_save, self._begun)
         with self._complete_state(step), self._activity.during("saving"):

@@ -126,6 +126,9 @@ class StandardTraining:
             measures_few=not (backend.capabilities.asynchronous or rule.waits_when_measured),
         )
         self._stopping = stopping
+        self._desync = DesyncCheck(
+            backend=backend, state=state, rule=rule, first_step=scalars.step, every=options.desync_every
+        )
         self._saves = None
         if actions.save is not None or actions.commit is not None:
             self._saves = SavingHooks(
@@ -137,13 +140,11 @@ class StandardTraining:
                 actions=actions,
                 callbacks=self._callbacks,
                 activity=self._activity,
+                desync=self._desync,
             )
         self._report = TrainingReport(self._step, self._monitor, self.loop.clock, observers)
         self._waiting = DataWaitWatch(backend, self.loop.clock, data.remedy)
         self._bad_steps = BadStepPolicy(options, backend, state, observers.on_message)
-        self._desync = DesyncCheck(
-            backend=backend, state=state, rule=rule, first_step=scalars.step, every=options.desync_every
-        )
         self._add_hooks()
 
     def _add_hooks(self) -> None:

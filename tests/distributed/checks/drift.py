@@ -117,6 +117,10 @@ def check_what_is_assigned_from_a_ranks_samples_is_named(world: World) -> None:
     assert "After step 4" in refusal(world, Later())
     # 16 steps, of which the fifth drifts.
     assert "After step 6 " in refusal(world, Sometime(), batch=2, desync_every=3)
+    folder = world.folder / f"drifted-{world.controller}"
+    saves = hvdtrain.Checkpoint(folder, every=5)
+    assert "After step 5 " in refusal(world, Sometime(), batch=2, checkpoint=saves)
+    assert not list(folder.glob("step-*")), "what the ranks were not compared in is saved"
     assert "of model/queue. Something" in refusal(world, Queue())
     assert refusal(world, GatheredQueue(), epochs=2) == ""
 

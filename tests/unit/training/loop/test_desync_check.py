@@ -81,6 +81,27 @@ def test_ranks_are_compared_at_first_every_so_many_steps_and_at_the_end_of_an_ep
     assert found == [f"step {number}" for number in looks]
 
 
+def test_a_step_is_compared_before_it_is_saved_unless_it_was():
+    check, found = check_of(every=20), []
+    check.look = found.append
+
+    def save(number, *, ends=False, callbacks=False):
+        step = StepEnd(number=number, epoch=0, place=number - 1, first=False, ends_epoch=ends, last=False)
+        check(step)
+        check.before_save(step, callbacks=callbacks)
+        taken, found[:] = list(found), []
+        return taken
+
+    assert save(20) == ["step 20"]
+    assert save(21) == ["step 21"]
+    assert save(30, ends=True) == ["step 30"]
+    assert save(40, ends=True, callbacks=True) == ["step 40"] * 2, "callbacks of its end come after the first"
+    never = check_of(every=0)
+    never.look = found.append
+    never.before_save(StepEnd(number=3, epoch=0, place=2, first=False, ends_epoch=False, last=False), callbacks=True)
+    assert not found
+
+
 @pytest.mark.parametrize(
     ("size", "drifted", "named"),
     [
