@@ -111,7 +111,7 @@ class ForwardBackward:
 
     def _divisors_of(self, model: Any) -> Divisors:
         """Return what becomes of the divisors of a pass."""
-        if has_one_divisor(model) and not reads_outputs(model):
+        if has_one_divisor(model) and not reads_outputs(model) and not self._kinds.added:
             return "own" if self._divisors == "own" else "weights"
         return "exchanged" if self._divisors == "exchanged" else "own"
 
