@@ -117,6 +117,18 @@ def added_losses(layers: Sequence[Any]) -> Iterator[list[tuple[Any, tf.Tensor]]]
             layer._losses[:] = losses
 
 
+@contextmanager
+def kept_losses(layers: Sequence[Any]) -> Iterator[None]:
+    """Restore after the context the losses that layers have added, which other threads that call them may clear.
+
+    Assumes that `Layer._losses` and `_loss_ids` hold them.
+    """
+    kept = [(layer, list(layer._losses), set(layer._loss_ids)) for layer in layers]
+    yield
+    for layer, losses, ids in kept:
+        layer._losses[:], layer._loss_ids = losses, ids
+
+
 def _check_losses() -> None:
     if is_stateless():
         return  # nothing is added there

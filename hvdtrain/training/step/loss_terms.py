@@ -19,6 +19,8 @@ from hvdtrain.compat.keras import (
     compiled_losses,
     compiled_metrics,
     divisor_of,
+    flatten_layers,
+    kept_losses,
     losses_by_output,
     module_of_losses,
     trackers_of_outputs,
@@ -103,7 +105,7 @@ class LossTerms:
             stack.enter_context(replaced(keras.losses.Loss, "__call__", self._naming(_of_shards(keras.losses.Loss))))
             container = compiled_losses(self.model)
             if container is not None:
-                stack.enter_context(replaced(container, "call", self._noting(container.call)))
+                stack.enter_context(replaced(container, "call", self._noting(active(container, "call"))))
             sharded = self.of_stage or holds_output_slices(self.model)
             for metric in compiled_metrics(self.model) if sharded else ():
                 stack.enter_context(replaced(metric, "update_state", _counting_shards(metric)))
@@ -176,7 +178,9 @@ class LossTerms:
         own = tf.where(self.samples > 0, divisor, tf.zeros_like(divisor))
         # Of this pass over all replicas: each microbatch is divided by its own divisor, as Keras does.
         mine = tf.stack([tf.cast(own, tf.float64), self.samples])
-        divisors, samples = tf.unstack(self.collectives.all_reduce(mine, name=numbered("loss/divisor")), num=2)
+        with kept_losses(flatten_layers(self.model)):  # the replicas of a strategy call one model in turns
+            total = self.collectives.all_reduce(mine, name=numbered("loss/divisor"))
+        divisors, samples = tf.unstack(total, num=2)
         share = tf.math.divide_no_nan(mine[0] * samples, divisors * self.samples)
         return value * tf.cast(share, value.dtype)
 

@@ -108,6 +108,15 @@ def sets_losses_aside():
     assert [float(loss) for loss in outer.losses] == [2.0]
 
 
+@CONTRACTS.of(compat.kept_losses)
+def keeps_losses_that_another_call_clears():
+    outer = block()
+    with compat.kept_losses([outer]):
+        compat.clear_losses(outer)
+        outer.add_loss(tf.constant(5.0))
+    assert [float(loss) for loss in outer.losses] == [2.0]
+
+
 @CONTRACTS.of(compat.joined_outputs)
 def joins_outputs_as_predict_does():
     one, other = tf.ones([2, 3]), tf.zeros([1, 3])
