@@ -82,9 +82,12 @@ class StrategyBackend:
     def all_reduce(
         self, tensor: tf.Tensor, *, name: str, op: ReduceOp = "sum", prescale: float = 1.0, postscale: float = 1.0
     ) -> tf.Tensor:
-        """Reduce over the replicas."""
-        if op not in ("sum", "average"):
+        """Reduce over the replicas. Raises ConfigError for Adasum."""
+        if op == "adasum":
             raise ConfigError(f"{opt('reduce_op', op)} is Horovod's: {opt('backend', self.name)} cannot do it.")
+        if op in _OF_ALL:
+            each = self.all_gather(_times(tensor, prescale)[None], name=name)
+            return _times(_OF_ALL[op](each, axis=0), postscale)
         after = postscale / self.size if op == "average" else postscale
         total = self._context(name).all_reduce(tf.distribute.ReduceOp.SUM, _times(tensor, prescale))
         return _times(total, after)
@@ -173,6 +176,14 @@ class StrategyBackend:
 
 _SUMMABLE = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 """Dtypes that collectives sum on every device; other integers and booleans are sent as int64."""
+
+
+_OF_ALL: Mapping[ReduceOp, Callable[..., tf.Tensor]] = {
+    "min": tf.reduce_min,
+    "max": tf.reduce_max,
+    "product": tf.reduce_prod,
+}
+"""Reductions that strategies do not have, by what the replicas gather."""
 
 
 def _times(tensor: tf.Tensor, factor: float) -> tf.Tensor:
