@@ -63,9 +63,9 @@ def init(
     only: the other ranks serve it until its script ends.
 
     Args:
-        backend: `horovod`, `single`, a tf.distribute strategy (`mirrored`, `multi_worker_mirrored`,
+        backend: `horovod`, `single`, a tf.distribute strategy (`mirrored`, `multi_worker_mirrored`, `central_storage`,
             `one_device`, `tpu`, `parameter_server`), or `auto`: horovod under a launcher, else single.
-        replicas: replicas in the one process of `mirrored`; None: one per GPU, or 2 on the CPU.
+        replicas: replicas in the one process of `mirrored` and `central_storage`; None: one per GPU, or 2 on the CPU.
         communication: transport of `multi_worker_mirrored`: `ring`, `nccl` or `auto`.
         parameter_servers: number of parameter servers of `parameter_server`, the last ranks; None: one.
         threads: threads per op; None divides the cores among the ranks of this host.

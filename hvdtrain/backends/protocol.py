@@ -39,6 +39,8 @@ class Capabilities:
     """Whether global batches may be uneven, as the number of replicas changes: see `data.batch.per_replica`."""
     asynchronous: bool = False
     """Workers take steps at their own pace; the loop sees one replica that takes whole batches."""
+    shares_variables: bool = False
+    """Replicas share one copy of each variable, which no forward pass may change."""
     step_factory: str = "hvdtrain.training.step.step_factory:KerasStepFactory"
     """`module:class` of the step factory."""
 

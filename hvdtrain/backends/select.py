@@ -12,6 +12,10 @@ def backend_for(session: Session) -> Backend:
         from hvdtrain.backends.parameter_server import ParameterServerBackend
 
         return ParameterServerBackend(session, session.strategy)
+    if session.strategy is not None and session.strategy.name == "central_storage":
+        from hvdtrain.backends.central_storage import CentralStorageBackend
+
+        return CentralStorageBackend(session, session.strategy)
     if session.strategy is not None:
         from hvdtrain.backends.tf_distribute import StrategyBackend
 

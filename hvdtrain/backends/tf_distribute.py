@@ -49,10 +49,9 @@ class StrategyBackend:
     @property
     def index(self) -> int:
         """Replica index in its context; outside that of the process's first replica."""
-        context = tf.distribute.get_replica_context()
-        if context is None or context.strategy is not self._strategy:
+        if not self._is_replica():
             return self.process * self.local_size
-        return int(tf.get_static_value(context.replica_id_in_sync_group))
+        return int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))
 
     def scope(self) -> AbstractContextManager[Any]:
         return self._strategy.scope()
@@ -68,16 +67,20 @@ class StrategyBackend:
             disable_gradient_sums(optimizer)
             optimizer = getattr(optimizer, "inner_optimizer", None)
 
+    def _is_replica(self) -> bool:
+        """Return whether this code runs as one of the replicas."""
+        context = tf.distribute.get_replica_context()
+        return context is not None and context.strategy is self._strategy
+
     def _context(self, name: str) -> Any:
         """Return the replica context that `name` is reduced in."""
-        context = tf.distribute.get_replica_context()
-        if context is None or context.strategy is not self._strategy:
+        if not self._is_replica():
             raise ConfigError(
                 f"{opt('backend', self.name)} exchanges tensors only within its replicas, which Trainer runs: {name!r} "
                 "was "
                 f"to be exchanged outside of them. In a loop of your own use {opt('backend', 'horovod')}."
             )
-        return context
+        return tf.distribute.get_replica_context()
 
     def all_reduce(
         self, tensor: tf.Tensor, *, name: str, op: ReduceOp = "sum", prescale: float = 1.0, postscale: float = 1.0

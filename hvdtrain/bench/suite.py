@@ -167,6 +167,9 @@ SIDES = {
     "single": Side("hvdtrain in one process, without Horovod", "none", "single"),
     "one_device": Side("hvdtrain on tf.distribute's OneDeviceStrategy", "none", "one_device"),
     "mirrored": Side("hvdtrain on tf.distribute's MirroredStrategy", "none", "mirrored", several=True),
+    "central_storage": Side(
+        "hvdtrain on tf.distribute's CentralStorageStrategy", "none", "central_storage", several=True
+    ),
     "multi_worker_mirrored": Side(
         "hvdtrain on tf.distribute's MultiWorkerMirroredStrategy", "mpirun", "multi_worker_mirrored", traffic="ring"
     ),

@@ -98,7 +98,7 @@ def _evaluate_parser() -> Parser:
     skip = "raise, or skip:N: skip up to N unreadable samples (default: the run's)"
     add("--on-bad-record", metavar="HOW", help=skip)
     add("--backend", choices=get_args(BackendName), default="auto", help="who distributes (default: auto)")
-    add("--replicas", type=int, default=None, metavar="N", help="replicas in the one process of mirrored")
+    add("--replicas", type=int, default=None, metavar="N", help="replicas in one process")
     return parser
 
 

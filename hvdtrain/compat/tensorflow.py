@@ -1,6 +1,7 @@
 """Private names of TensorFlow, imported only where a function needs it."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
@@ -106,6 +107,21 @@ def release(function: Any) -> None:
         for op in graph.get_operations():
             if op.type == "IdentityN" and "_gradient_op_type" in op.node_def.attr:
                 known.pop(op.get_attr("_gradient_op_type").decode(), None)
+
+
+@contextmanager
+def outside_of_strategy() -> Iterator[None]:
+    """Leave a tf.distribute strategy inside the context, as if its scope had not been entered.
+
+    Assumes `_push_per_thread_mode`, `_pop_per_thread_mode` and `_get_default_replica_mode` of distribute_lib.
+    """
+    from tensorflow.python.distribute import distribute_lib
+
+    distribute_lib._push_per_thread_mode(distribute_lib._get_default_replica_mode())
+    try:
+        yield
+    finally:
+        distribute_lib._pop_per_thread_mode()
 
 
 _SCOPES = {"variable_capturing_scope": "first", "invalid_creator_scope": "second"}

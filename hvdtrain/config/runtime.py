@@ -13,6 +13,7 @@ BackendName = Literal[
     "single",
     "mirrored",
     "multi_worker_mirrored",
+    "central_storage",
     "one_device",
     "tpu",
     "parameter_server",
@@ -25,7 +26,7 @@ COMMIT_EVERY = 10
 
 Copying the state is cheap next to this many steps.
 """
-WITH_REPLICAS: tuple[BackendName, ...] = ("mirrored",)
+WITH_REPLICAS: tuple[BackendName, ...] = ("mirrored", "central_storage")
 """Backends with several replicas in one process (`--replicas`)."""
 IN_ONE_PROCESS: tuple[BackendName, ...] = ("single", *WITH_REPLICAS, "one_device", "tpu")
 """Backends of a single process."""
@@ -55,7 +56,7 @@ class RuntimeConfig:
     backend: BackendName = option("auto")
     """Distribution engine; auto: horovod under a launcher, else single."""
     replicas: int | None = option(None, "[1, inf)", applies_to(f"backend={'|'.join(WITH_REPLICAS)}"))
-    """Replicas of mirrored; None: one per GPU, or 2 on the CPU."""
+    """Replicas of mirrored and central_storage; None: one per GPU, or 2 on the CPU."""
     communication: CommunicationName = option("auto", applies_to("backend=multi_worker_mirrored"))
     """Transport of multi_worker_mirrored: ring (gRPC), nccl (GPUs), or auto (TensorFlow chooses)."""
     parameter_servers: int | None = option(None, "[1, inf)", applies_to("backend=parameter_server"))

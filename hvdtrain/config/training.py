@@ -55,6 +55,11 @@ class StepConfig:
             why="XLA cannot compile what ranks exchange within a pass",
         ),
         excludes("recompute", "recompute_layer", why="XLA merges the second forward pass with the first"),
+        excludes(
+            "backend=central_storage",
+            why="XLA cannot compile what its replicas add up",
+            instead=f"leave it out, or use {opt('backend', 'mirrored')}",
+        ),
     )
     """Compile forward and backward pass with XLA. On CPU it made a CNN 0.7x as fast, a transformer 1.2x at best."""
     recompute: bool = option(False, ONE_UPDATE, NOT_WITH_SERVERS)

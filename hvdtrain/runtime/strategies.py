@@ -238,6 +238,7 @@ def open_strategy(
 
     make = {
         "mirrored": lambda: tf.distribute.MirroredStrategy(_devices(config)),
+        "central_storage": lambda: tf.distribute.experimental.CentralStorageStrategy(_devices(config), "/cpu:0"),
         "one_device": lambda: tf.distribute.OneDeviceStrategy(f"/{_device_kind()}:0"),
         "multi_worker_mirrored": lambda: _multi_worker(config, environment, control, timeout),
         "tpu": _tpu,

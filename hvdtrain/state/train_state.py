@@ -170,7 +170,7 @@ class TrainState:
         In float64, so that a value that is equal everywhere is unchanged.
         """
         statistics = self._statistics()
-        if backend.size == 1 or not statistics:
+        if backend.size == 1 or backend.capabilities.shares_variables or not statistics:
             return
         kind = (backend, trainers, *map(id, statistics.values()))
         if self._averaging is None or self._averaging[0] != kind:

@@ -16,7 +16,6 @@ from hvdtrain.data.batch import Batch, as_batch
 from hvdtrain.state.optimizers import rate_of
 from hvdtrain.state.structure import seed_states
 from hvdtrain.state.train_state import TrainState
-from hvdtrain.state.variables import unwrap
 from hvdtrain.training.compile_settings import Objective
 from hvdtrain.training.evaluation.evaluate import Evaluation, EvaluationHooks, KerasEvaluator, evaluation_of
 from hvdtrain.training.evaluation.predict import Predictor, predicted
@@ -26,6 +25,7 @@ from hvdtrain.training.step.contract import CompiledStep, Measured, StepResult
 from hvdtrain.training.step.finite import zero_if_finite
 from hvdtrain.training.step.forward_backward import ForwardBackward
 from hvdtrain.training.step.logs import StepLogs, Value, metric_value
+from hvdtrain.training.step.pinned import PinnedScope, pinned
 from hvdtrain.training.step.step_factory import KerasStepFactory
 from hvdtrain.training.update_rules.base import UpdateRule
 
@@ -51,46 +51,6 @@ class AsynchronousStepFactory(KerasStepFactory):
     def predictor(self) -> Predictor:
         """Return a predictor on workers."""
         return AsynchronousPredictor(self._backend, self._workers, self._model)
-
-
-class _Scope(keras.StatelessScope):
-    """Keras' scope of values in place of those of variables.
-
-    With `reads` it gives regularizers, which ask it for their variables, what is read of them when they ask: gradients
-    reach the variables.
-    """
-
-    def __init__(self, values: Sequence[tuple[Any, Any]], *, reads: bool) -> None:
-        super().__init__(values, collect_losses=True)
-        self._reads = reads
-
-    def get_current_value(self, variable: Any) -> Any:
-        value = self.assigned(variable)
-        asked = self._reads and value is None and variable.regularizer is not None
-        return tf.convert_to_tensor(unwrap(variable)) if asked else value
-
-    def assigned(self, variable: Any) -> Any:
-        return super().get_current_value(variable)
-
-
-@contextmanager
-def pinned(values: Sequence[tuple[Any, Any]], others: Iterable[Any], *, reads: bool = False) -> Iterator[Any]:
-    """Override the values of Keras variables and discard assignments to them.
-
-    With several workers, read-modify-write updates of a counter would be lost. Values derived from such a counter are
-    instead functions of the step's own number.
-
-    Args:
-        values: pairs of a Keras variable and a tensor.
-        others: Keras variables whose assignments in the context are kept.
-        reads: whether regularizers are called in the context.
-    """
-    with _Scope(values, reads=reads) as scope:
-        yield scope
-    for variable in others:
-        value = scope.assigned(variable)
-        if value is not None:
-            variable.assign(value)
 
 
 class AsynchronousStep:
@@ -316,7 +276,7 @@ class AsynchronousEvaluator(KerasEvaluator):
         """Return the state of each metric after one batch alone."""
         variables = self._logs.keras_variables()
         empty = [(v, tf.zeros(v.shape, v.dtype)) for v in variables]
-        with _Scope(empty, reads=True) as scope:
+        with PinnedScope(empty, reads=True) as scope:
             with self._logs.recording():
                 returned = self._model.test_step(data)
             self._logs.take(returned, tf.cast(tf.shape(tf.nest.flatten(data)[0])[0], tf.float64))

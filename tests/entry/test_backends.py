@@ -38,12 +38,12 @@ def test_replicas_of_one_process_go_on_where_they_were(tmp_path, reference):
     assert "backend     mirrored, 4 replicas" in job.out
     assert "batch       64 samples, 16 per replica" in job.out
     assert (first["backend"], first["world_size"]) == ("mirrored", 4)
-    # Another number of replicas goes on with what one has saved.
+    # Another backend, with another number of replicas, goes on with what one has saved.
     _, summary = trained(
-        "none", 1, "--resume", "run", "--backend", "mirrored", "--replicas", "2", "--max-steps", STEPS,
+        "none", 1, "--resume", "run", "--backend", "central_storage", "--replicas", "2", "--max-steps", STEPS,
         cwd=tmp_path,
     )  # fmt: skip
-    assert (summary["backend"], summary["world_size"], summary["resumed_from"]) == ("mirrored", 2, 8)
+    assert (summary["backend"], summary["world_size"], summary["resumed_from"]) == ("central_storage", 2, 8)
     assert summary["val_loss"] == pytest.approx(reference["val_loss"], rel=1e-5)
 
 

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import tensorflow as tf
@@ -22,10 +21,9 @@ from hvdtrain.state.structure import structure_of
 from hvdtrain.state.variables import restoring
 from hvdtrain.training.step.batches import called, counts_of, keras_data, number_of_samples, replica_slice
 from hvdtrain.training.step.forward_backward import called_as
-from hvdtrain.training.step.logs import StepLogs, Value, metric_value
+from hvdtrain.training.step.logs import StepLogs, Value, metric_value, where_counted
 from hvdtrain.training.step.loss_terms import MEANS, Kinds, LossTerms
 from hvdtrain.training.step.patches import traced_anew
-from hvdtrain.training.step.placeholder import restored_if_empty
 from hvdtrain.training.update_rules.base import UpdateRule
 
 
@@ -192,13 +190,19 @@ class KerasEvaluator:
     Metrics are global, and so is the mean of any other returned value. The model's metrics are reset before, and hold
     the sums of the evaluation after it, as in Keras.
 
-    `rule` returns the rule that holds the model's weights; None: the model does.
+    `rule` returns the rule that holds the model's weights; None: the model does. `logs` counts the results.
     """
 
     of_stage: ClassVar[bool] = False
     """Whether the model is a pipeline's stage, whose outputs may be shards of the whole model's."""
 
-    def __init__(self, backend: Backend, model: Any, rule: Callable[[], UpdateRule | None] = lambda: None) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        model: Any,
+        rule: Callable[[], UpdateRule | None] = lambda: None,
+        logs: type[StepLogs] = StepLogs,
+    ) -> None:
         self._backend = backend
         self._model = model
         self._rule = rule
@@ -206,12 +210,14 @@ class KerasEvaluator:
         """Which numbers of a batch are sums over samples."""
         self.find_kinds: Callable[[Batch], Kinds] | None = None
         """Finds them out on the first batch, where the model's own code forms numbers."""
-        self._logs = StepLogs(backend, model, "test_step", accumulate=True)
+        self._logs = logs(backend, model, "test_step", accumulate=True)
         # By whether the model holds its weights: a graph gathers them, or does not.
         self._updates = {holds: compiled(self._update_batch, reduce_retracing=True) for holds in (True, False)}
         keep = backend.local_size == 1
-        self._results = compiled(lambda: backend.run(partial(self._logs.results, "evaluation", keep=keep)).of_epoch)
-        self._look = compiled(lambda: backend.run(self._logs.results, "evaluation_so_far").of_step)
+        self._results = compiled(
+            lambda: where_counted(backend, lambda: self._logs.results("evaluation", keep=keep)).of_epoch
+        )
+        self._look = compiled(lambda: where_counted(backend, lambda: self._logs.results("evaluation_so_far")).of_step)
 
     def __call__(self, batches: Iterable[Batch], hooks: EvaluationHooks | None = None) -> Evaluation:
         """Evaluate on `batches`, equally many on each replica. Raises DataError without samples. Collective."""
@@ -261,7 +267,7 @@ class KerasEvaluator:
             of_stage=self.of_stage,
         )
         with (
-            restored_if_empty(self._logs.variables(), batch.has_samples),
+            self._logs.counting(batch.has_samples),
             terms.corrected(),
             self._logs.recording(),
             called_as(self._model),

@@ -31,7 +31,7 @@ from hvdtrain.training.step.finite import poison_of, zero_if_finite
 from hvdtrain.training.step.forward_backward import report_loss
 from hvdtrain.training.step.logs import StepLogs
 from hvdtrain.training.step.loss_terms import LossTerms, has_one_divisor
-from hvdtrain.training.step.placeholder import counted, restored_if_empty
+from hvdtrain.training.step.placeholder import counted
 
 
 class PipelinedForwardBackward:
@@ -90,7 +90,7 @@ class PipelinedForwardBackward:
     def report_loss(self, batch: Batch, loss: tf.Tensor) -> None:
         """Report the loss of a step over all replicas, on the last stage."""
         if self.stage.is_last:
-            report_loss(self.stage, batch, loss)
+            report_loss(self.stage, batch, loss, self.logs)
 
     def terms(self, part: Batch) -> LossTerms:
         """Return the losses of a microbatch."""
@@ -237,7 +237,7 @@ class ScheduledRun:
         packed = stage.stage.outputs_of(masked(stage.cut, stage.number, outputs))
         terms = self._owner.terms(part)
         with (
-            restored_if_empty(logs.variables(), part.has_samples),
+            logs.counting(part.has_samples),
             terms.corrected(),
             logs.recording(),
         ):

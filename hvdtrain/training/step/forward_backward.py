@@ -43,11 +43,10 @@ from hvdtrain.training.step.patches import active, offset_seeds, replaced
 from hvdtrain.training.step.placeholder import counted, restored_if_empty, updated_statistics
 
 
-def report_loss(model: Any, batch: Batch, loss: tf.Tensor) -> None:
+def report_loss(model: Any, batch: Batch, loss: tf.Tensor, logs: StepLogs) -> None:
     """Count the loss of a step over all replicas in what a compiled model reports as `loss`."""
-    tracker = loss_tracker(model)
-    with restored_if_empty([unwrap(v) for v in tracker.variables], batch.has_samples):
-        tracker.update_state(loss, sample_weight=number_of_samples(batch))
+    with logs.counting(batch.has_samples):
+        loss_tracker(model).update_state(loss, sample_weight=number_of_samples(batch))
 
 
 class ForwardBackward:
@@ -118,7 +117,7 @@ class ForwardBackward:
     def report_loss(self, batch: Batch, loss: tf.Tensor) -> None:
         """Report the loss of a step over all replicas, if it was not known to a pass."""
         if self.reports_loss_later:
-            report_loss(self._state.model, batch, loss)
+            report_loss(self._state.model, batch, loss, self._logs)
 
     def _both(self, batch: Batch, first: bool, within: Callable[[], AbstractContextManager[Any]]) -> LocalGradients:
         model = self._state.model
@@ -127,7 +126,7 @@ class ForwardBackward:
         # Around both passes: both communicate, and --recompute calls layers in the second.
         with (
             restored_if_empty(statistics, batch.has_samples, shared=True),
-            restored_if_empty(self._logs.variables(), batch.has_samples),
+            self._logs.counting(batch.has_samples),
             replicas_of(self._synchronized, self._backend, batch.has_samples),
             samples_of(self._exchanging, batch.has_samples),
             fused_normalization(self._fusible),

@@ -14,6 +14,7 @@ from hvdtrain.compat.tensorflow import compiled
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.state.variables import unwrap
 from hvdtrain.training.step.patches import replaced
+from hvdtrain.training.step.placeholder import restored_if_empty
 
 Value = float | np.ndarray
 """A metric's value."""
@@ -97,6 +98,12 @@ class StepLogs:
                 stack.enter_context(replaced(metric, "result", _noting(metric, seen)))
             yield
 
+    @contextmanager
+    def counting(self, has_samples: tf.Tensor | float) -> Iterator[None]:
+        """Count the metrics of a pass inside the context, unless its samples are a placeholder."""
+        with restored_if_empty(self.variables(), has_samples):
+            yield
+
     def take(self, logs: Any, samples: tf.Tensor, *, first: bool = True) -> list[tf.Tensor]:
         """Record the results of `samples` samples; return tensors to check.
 
@@ -118,7 +125,7 @@ class StepLogs:
             if figure.sums is not None:
                 weight = tf.cast(samples, tf.float64)
                 mine = tf.stack([tf.math.multiply_no_nan(tf.cast(value, tf.float64), weight), weight])
-                (figure.sums.assign_add if self._accumulate or not first else figure.sums.assign)(mine)
+                self._count(figure.sums, mine, first=first and not self._accumulate)
         self._seen.pop(threading.get_ident(), None)
         losses = [name for name in values if "loss" in name]
         watched = ["loss"] if "loss" in values else losses or list(values)
@@ -215,6 +222,14 @@ class StepLogs:
         """Return the results of metrics by name, on this replica."""
         return {name: figure.read() for name, figure in self._of_epoch.items() if figure.metric is not None}
 
+    def _count(self, sums: tf.Variable, mine: tf.Tensor, *, first: bool) -> None:
+        """Add to the sums of a result that is no metric's; the `first` begins them."""
+        (sums.assign if first else sums.assign_add)(mine)
+
+    def _counted_apart(self) -> bool:
+        """Return whether each replica has sums of its own; each stage of a replica has, too."""
+        return world_size(self._replicas) > 1
+
     @contextmanager
     def _summed(self, role: str, *, keep: bool = False) -> Iterator[dict[str, tf.Tensor]]:
         """Let the metrics' variables hold sums over the replicas; yield the averages of other results. Collective.
@@ -225,7 +240,7 @@ class StepLogs:
         own = [variable.read_value() for variable in variables]
         others = {name: figure.read_sums() for name, figure in self._figures.items() if figure.sums is not None}
         summed = [*own, *others.values()]
-        if world_size(self._replicas) > 1:  # stages of one replica are summed, too
+        if self._counted_apart():
             summed = all_reduced(self._replicas, summed, role)
             for variable, value in zip(variables, summed, strict=False):
                 variable.assign(value)
@@ -385,8 +400,13 @@ class EpochMetrics:
         return self._logs.progress("train_metric")
 
     def _compiled(self, function: Callable[[], Any]) -> Callable[[], Any]:
-        results: Callable[[], Any] = compiled(lambda: self._backend.run(function))
+        results: Callable[[], Any] = compiled(lambda: where_counted(self._backend, function))
         return results
+
+
+def where_counted(backend: Backend, function: Callable[[], Any]) -> Any:
+    """Call `function` on each replica, or once where they share what is counted; return the first one's results."""
+    return function() if backend.capabilities.shares_variables else backend.run(function)
 
 
 def _is_variable(value: Any) -> bool:

@@ -175,7 +175,8 @@ class ReplicaStep(EpochMetrics):
 
     def _replica_step(self, batch: Batch, measure: bool) -> StepResult:
         batch = replica_slice(batch, self._backend)
-        self._state.seed_generators(self._backend.index, self._backend.process)
+        if not self._backend.capabilities.shares_variables:  # of which none is drawn from
+            self._state.seed_generators(self._backend.index, self._backend.process)
         rate = rate_of(self._state.optimizer)
         totals, norm, here = self._updated(batch, measure=measure)
         if not measure:

@@ -14,6 +14,7 @@ from world import World, exact_arrays, flat_bytes, relative_error
 from worlds import worlds
 
 import hvdtrain
+from hvdtrain.backends.central_storage import CentralStorageBackend
 from hvdtrain.backends.single import SingleBackend
 from hvdtrain.backends.tf_distribute import StrategyBackend
 from hvdtrain.checkpoint.checkpointer import Checkpointer
@@ -48,14 +49,15 @@ def classifier(seed: int, *middle: Any) -> keras.Model:
 def another(world: World, name: Any) -> StrategyBackend:
     """A backend over the devices that this process has."""
     session = world.session
-    config = RuntimeConfig(backend=name)
-    return StrategyBackend(session, open_strategy(config, session.environment, session.control, timeout=10))
+    kind = CentralStorageBackend if name == "central_storage" else StrategyBackend
+    opened = open_strategy(RuntimeConfig(backend=name), session.environment, session.control, timeout=10)
+    return kind(session, opened)
 
 
 def backends_of(world: World) -> list[StrategyBackend]:
-    if world.backend.name == "multi_worker_mirrored":
+    if world.backend.name != "mirrored":
         return [world.backend]
-    return [world.backend, another(world, "one_device")]
+    return [world.backend, another(world, "central_storage"), another(world, "one_device")]
 
 
 def trained(backend: Any, kind: str, optimizer: str, dtype: str, seed: int = 0, **options: Any) -> hvdtrain.Trainer:
@@ -97,7 +99,8 @@ def check_dense_sgd_float32(world: World) -> None:
 @exact_arrays()
 def check_dense_adam_float64_from_the_chiefs_weights(world: World) -> None:
     """Each worker draws weights of its own, and all train those of the first; others have one process alone."""
-    assert_parity([world.backend], world, "dense", "adam", "float64", seed=world.rank)
+    central = [another(world, "central_storage")] if world.backend.name == "mirrored" else []
+    assert_parity([world.backend, *central], world, "dense", "adam", "float64", seed=world.rank)
 
 
 @worlds("mirrored", "multi_worker_mirrored", extended=True)
@@ -111,21 +114,23 @@ def check_embedding_sgd_made_dense(world: World) -> None:
     assert error_of(world, trainer, "embedding", "sgd", "float64") <= TOLERANCE["float64"]
 
 
-@worlds("mirrored", "multi_worker_mirrored", extended=True)
+@worlds("mirrored")
+@worlds("mpirun-2", "multi_worker_mirrored", extended=True)
 def check_a_recipe_trains_to_the_loss_of_one_process(world: World) -> None:
-    """The loss, not the weights: ReLU and max pooling turn rounding into other gradients, under Horovod just so."""
-    loss = recipe_loss(SingleBackend(world.session))
-    for backend in backends_of(world):
-        np.testing.assert_allclose(recipe_loss(backend), loss, rtol=1e-5, err_msg=backend.name)
+    """The losses, not the weights: ReLU and max pooling turn rounding into other gradients, under Horovod just so."""
+    expected = recipe_losses(SingleBackend(world.session))
+    for backend in [each for each in backends_of(world) if each.size > 1]:
+        np.testing.assert_allclose(recipe_losses(backend), expected, rtol=1e-5, err_msg=backend.name)
 
 
-def recipe_loss(backend: Any) -> float:
-    """Return the mean loss over 20 steps of `digits`."""
+def recipe_losses(backend: Any) -> list[float]:
+    """Return the mean loss over 8 steps of `digits`, which is measured in the last of them, and that of validation."""
     config = recipe("digits")
     source = run_data(config, backend)
     trainer = run_trainer(config, source, backend)
     trainer.build(source.training)
-    return trainer.train(source.training, Plan(20)).train_loss
+    result = trainer.train(source.training, Plan(8), validation=source.validation)
+    return [result.train_loss, trainer.evaluate_on(source.validation).loss]
 
 
 class Unreduced(StrategyBackend):
@@ -163,6 +168,10 @@ def check_the_steps_options(world: World) -> None:
         (times, plain, {"reduce_op": "sum", "recompute": True}),
     ]:
         got = weights_with(world.backend, ours, **options)
+        if world.backend.name == "mirrored":
+            shared = {key: value for key, value in options.items() if key != "jit"}
+            central = weights_with(another(world, "central_storage"), ours, **shared)
+            assert relative_error(central, got) <= 1e-5, f"{options}: {relative_error(central, got):.2e}"
         expected = weights_with(alone, theirs, **{k: v for k, v in options.items() if k == "clip_norm"})
         if ours is times:
             got, expected = got[:4], expected[:4]  # the rates differ
@@ -174,13 +183,14 @@ def check_an_overflow_is_skipped_by_all(world: World) -> None:
     x, y = samples(32)
     x[20] = 1e30  # infinite in fp16, on the last of two replicas only
     model = lambda: classifier(0, keras.layers.Dense(8))  # noqa: E731
-    trainer = hvdtrain.Trainer(model, "sgd", CROSSENTROPY, backend=world.backend, precision="mixed_float16")
-    trainer.build(training_data((x, y), world.backend, batch=32, seed=0, shuffle=False, steps_per_epoch=None))
-    before = flat_bytes(trainer.model.get_weights())
-    scale = float(tf.convert_to_tensor(trainer.optimizer.dynamic_scale))
-    trainer.fit((x, y), batch=32, shuffle=False, verbose=False)
-    assert flat_bytes(trainer.model.get_weights()) == before
-    assert float(tf.convert_to_tensor(trainer.optimizer.dynamic_scale)) == scale / 2
+    for backend in backends_of(world):
+        trainer = hvdtrain.Trainer(model, "sgd", CROSSENTROPY, backend=backend, precision="mixed_float16")
+        trainer.build(training_data((x, y), backend, batch=32, seed=0, shuffle=False, steps_per_epoch=None))
+        before = flat_bytes(trainer.model.get_weights())
+        scale = float(tf.convert_to_tensor(trainer.optimizer.dynamic_scale))
+        trainer.fit((x, y), batch=32, shuffle=False, verbose=False)
+        assert flat_bytes(trainer.model.get_weights()) == before
+        assert float(tf.convert_to_tensor(trainer.optimizer.dynamic_scale)) == scale / 2
 
 
 @worlds("mirrored", "multi_worker_mirrored", extended=True)
@@ -204,6 +214,79 @@ def check_evaluation_and_prediction_are_those_of_one_process(world: World) -> No
             np.testing.assert_allclose(outcome.metrics["f1"], float(reference.result()), rtol=1e-6)
             np.testing.assert_allclose(outcome.loss, float(CROSSENTROPY(y, logits)), rtol=1e-6)
             np.testing.assert_allclose(trainer.predict(x, batch=batch), logits, rtol=1e-5, atol=1e-6)
+
+
+@worlds("mirrored", "mpirun-2", "multi_worker_mirrored", extended=True)
+def check_losses_with_masks_and_penalties_of_samples(world: World) -> None:
+    """Divisors of losses are exchanged within a pass, between the replicas of one process, too."""
+    rng = np.random.default_rng(0)
+    data = rng.integers(0, 11, (50, 5)).astype("int32"), rng.integers(0, 3, (50, 5))
+    for kind in (Reader, ReportingReader):
+        found = {each.name: read(kind, data, each) for each in (SingleBackend(world.session), *backends_of(world))}
+        weights, logs = found.pop("single")
+        for name, (own, seen) in found.items():
+            assert relative_error(own, weights) <= 1e-6, f"{kind.__name__} {name}: {relative_error(own, weights):.2e}"
+            assert [each.keys() for each in seen] == [each.keys() for each in logs]
+            for mine, theirs in zip(seen, logs, strict=True):
+                np.testing.assert_allclose(list(mine.values()), list(theirs.values()), rtol=1e-5, err_msg=name)
+
+
+def read(kind: type, data: Any, backend: Any) -> tuple[list[np.ndarray], list[dict[str, float]]]:
+    """Return the weights after an epoch, and what callbacks and an evaluation are given."""
+    seen: list[dict[str, float]] = []
+
+    def build() -> keras.Model:
+        keras.utils.set_random_seed(0)
+        return kind()
+
+    note = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(dict(logs)))
+    trainer = hvdtrain.Trainer(build, "sgd", CROSSENTROPY, ["accuracy"], backend=backend)
+    trainer.fit(data, batch=16, verbose=False, callbacks=[note], validation_data=data)
+    return trainer.model.get_weights(), [*seen, trainer.evaluate(data, batch=49, verbose=False).as_dict()]
+
+
+class Reader(keras.Model):
+    """A masked model that adds a penalty of its samples, beside one of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = keras.layers.Embedding(11, 8, mask_zero=True)
+        self.reading = keras.layers.Dense(4, "tanh", kernel_regularizer="l2")
+        self.out = keras.layers.Dense(3)
+
+    def call(self, inputs: Any) -> Any:
+        read = self.reading(self.table(inputs))
+        self.add_loss(10.0 * keras.ops.mean(read**2))
+        return self.out(read)
+
+
+class ReportingReader(Reader):
+    """One that reports a number of its own in evaluation."""
+
+    def test_step(self, data: Any) -> Any:
+        return {**super().test_step(data), "size": tf.reduce_mean(tf.abs(self(data[0])))}
+
+
+@worlds("mirrored", extended=True)
+def check_central_storage_refuses_layers_that_change_variables(world: World) -> None:
+    class Counting(keras.layers.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = tf.Variable(0, trainable=False)
+
+        def call(self, inputs: Any) -> Any:
+            self.calls.assign_add(1)
+            return inputs
+
+    kinds = {"BatchNormalization": keras.layers.BatchNormalization, "Dropout": lambda: keras.layers.Dropout(0.5)}
+    for name, layer in (kinds | {"Sequential": Counting}).items():
+        backend, data = another(world, "central_storage"), samples(50)
+        trainer = hvdtrain.Trainer(lambda layer=layer: classifier(0, layer()), "sgd", CROSSENTROPY, backend=backend)
+        if layer is not Counting:
+            trainer.evaluate(data, batch=16, verbose=False)  # changes none
+        with pytest.raises(ConfigError, match=rf"one copy of each variable .* as {name}.* changes .*mirrored"):
+            trainer.fit(data, batch=16, verbose=False)
+        assert not trainer.state.scalars.step
 
 
 @worlds("mirrored", "multi_worker_mirrored", extended=True)

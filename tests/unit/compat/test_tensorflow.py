@@ -21,6 +21,16 @@ def numbers():
     return tf.data.Dataset.range(6)
 
 
+@CONTRACTS.of(compat.outside_of_strategy)
+def leaves_a_strategy_and_comes_back():
+    strategy = tf.distribute.OneDeviceStrategy("/cpu:0")
+    with strategy.scope():
+        with compat.outside_of_strategy():
+            assert not tf.distribute.has_strategy()
+            assert not tf.distribute.in_cross_replica_context()
+        assert tf.distribute.get_strategy() is strategy
+
+
 @CONTRACTS.of(compat.mark_stateful)
 @grappler()
 def keeps_marked_ops():
