@@ -22,7 +22,8 @@ from hvdtrain.training.step.batches import called, inputs_for, keras_data, repli
 class Predictor:
     """Predicts on each replica's share of the inputs, and gathers outputs.
 
-    Where an output is not one of samples, such as a mean over the batch, every replica predicts whole batches.
+    Where an output is not one of samples, such as a mean over the batch, or has dims that the samples of a batch
+    decide, such as their longest sequence, every replica predicts whole batches.
     """
 
     def __init__(self, backend: Backend, model: Any) -> None:
@@ -40,11 +41,11 @@ class Predictor:
 
     def _outputs_for(self, batch: Batch) -> Any:
         if self._needs_all is None:
-            self._needs_all = self._backend.data_parallel.size > 1 and self._has_fixed_rows(batch)
+            self._needs_all = self._backend.data_parallel.size > 1 and self._depends_on_batch(batch)
         return called(self._outputs, batch)
 
-    def _has_fixed_rows(self, batch: Batch) -> bool:
-        return has_fixed_rows(self._model.predict_step, keras_data(batch))
+    def _depends_on_batch(self, batch: Batch) -> bool:
+        return depends_on_batch(self._model.predict_step, keras_data(batch))
 
     def _outputs_of(self, batch: Batch) -> Any:
         batch = replica_slice(batch, self._backend)
@@ -170,10 +171,11 @@ def _all_strings(value: tf.Tensor, gather: Gather, name: str) -> tf.Tensor:
     return tf.reshape(strings, tf.concat([[-1], tf.shape(value)[1:]], 0))
 
 
-def has_fixed_rows(step: Callable[[Any], Any], data: Any) -> bool:
-    """Return whether an output of `step` has as many rows for any number of samples, such as a mean over a batch.
+def depends_on_batch(step: Callable[[Any], Any], data: Any) -> bool:
+    """Return whether replicas cannot put an output of `step` together from those of their slices.
 
-    Replicas cannot put it together from their slices.
+    It has as many rows for any number of samples, such as a mean over a batch, or an inner dim that is not known from
+    the shapes of the inputs.
 
     Args:
         step: computes a batch.
@@ -183,8 +185,14 @@ def has_fixed_rows(step: Callable[[Any], Any], data: Any) -> bool:
         outputs = tf.function(step, autograph=False).get_concrete_function(of_any_length(data)).structured_outputs
     except Exception:
         return False  # the step has to know the number of samples, and fails by itself where it is another
-    return any(_is_fixed(each.shape) for each in tf.nest.flatten(outputs))
+    return any(_is_fixed(each.shape) or _is_of_values(each) for each in tf.nest.flatten(outputs))
 
 
 def _is_fixed(shape: tf.TensorShape) -> bool:
     return shape.rank is not None and (shape.rank == 0 or shape[0] is not None)
+
+
+def _is_of_values(output: Any) -> bool:
+    if isinstance(output, tf.RaggedTensor | tf.RaggedTensorSpec):
+        return False
+    return output.shape.rank is None or not output.shape[1:].is_fully_defined()

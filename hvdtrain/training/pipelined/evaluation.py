@@ -126,7 +126,7 @@ class PipelinedPredictor(Predictor):
         self._pipeline = pipeline
         self._forward = forward
 
-    def _has_fixed_rows(self, batch: Batch) -> bool:
+    def _depends_on_batch(self, batch: Batch) -> bool:
         return False  # stages send rows of samples to one another
 
     def _outputs_of(self, batch: Batch) -> Any:
