@@ -8,8 +8,10 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
+from hvdtrain.compat.keras import input_nest
 from hvdtrain.config.checkpoint import Checkpoint
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.arrays import ArraySource
@@ -163,7 +165,9 @@ def combined(x: Any, y: Any = None, sample_weight: Any = None) -> Any:
     weights in addition to batches, which contain them.
     """
     if y is None and sample_weight is None:
-        return x[:2] if isinstance(x, tuple) and len(x) == 3 and x[2] is None else x
+        while isinstance(x, tuple) and len(x) > 1 and x[-1] is None:
+            x = x[:-1]
+        return x
     if not is_arrays(x):
         second = "y" if y is not None else "sample_weight"
         raise ConfigError(
@@ -174,6 +178,19 @@ def combined(x: Any, y: Any = None, sample_weight: Any = None) -> Any:
             raise ConfigError("sample_weight needs targets: pass fit(x, y, sample_weight=…).")
         x, y = x
     return (x, y) if sample_weight is None else (x, y, sample_weight)
+
+
+def inputs_alone(model: Any, x: Any, y: Any = None) -> Any:
+    """Return `x` as `(inputs,)` where it is inputs without targets, as Keras takes it; other data unchanged.
+
+    So is a list of arrays, and a tuple of one array for each of several inputs of the model: as `(inputs, targets)` it
+    would have too few of them.
+    """
+    arrays = isinstance(x, list | tuple) and all(hasattr(each, "shape") for each in x)
+    if y is not None or not arrays:
+        return x
+    inputs = tf.nest.flatten(input_nest(model))
+    return (x,) if isinstance(x, list) or 1 < len(inputs) == len(x) else x
 
 
 def check_counts(counts: Mapping[str, Any], least: Mapping[str, int] | None = None) -> None:

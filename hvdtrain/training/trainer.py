@@ -5,6 +5,7 @@ The public interface; the implementation starts in `core.py`.
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from os import PathLike
 from typing import Any
 
@@ -27,6 +28,7 @@ from hvdtrain.training.fit_arguments import (
     check_shard,
     combined,
     global_batch,
+    inputs_alone,
     preprocessed,
     preprocessed_arguments,
     preprocesses,
@@ -109,8 +111,9 @@ class Trainer(FittingTrainer):
 
         Args:
             x: inputs, as arrays or nests of arrays; or a tf.data.Dataset, a keras PyDataset or a generator function of
-                global batches `(inputs, targets[, sample_weight])`; or arrays as such a tuple. Every rank passes the
-                full data; the trainer gives each rank its slice of each batch.
+                global batches `(inputs, targets[, sample_weight])`; or arrays as such a tuple, unless it has one for
+                each of several inputs. Every rank passes the full data; the trainer gives each rank its slice of each
+                batch.
             y: targets, if `x` is inputs alone.
             batch_size: samples per step and rank; default for arrays: 32. Batches of a Dataset or generator are global
                 and stay unchanged.
@@ -186,6 +189,8 @@ class Trainer(FittingTrainer):
         )
         if preprocesses(self.model, x):
             arguments = preprocessed_arguments(self.model, arguments, self.backend)
+        else:
+            arguments = replace(arguments, x=inputs_alone(self.model, x, y))
         ElasticConfig(elastic=elastic, commit_every=commit_every)
         return self._fit_elastically(arguments, commit_every) if elastic else self._fit(arguments)
 
@@ -234,7 +239,7 @@ class Trainer(FittingTrainer):
         size = global_batch(batch_size, batch, self.backend) or VALIDATION_BATCH
         if preprocesses(self.model, x):
             x, y, sample_weight = preprocessed(self.model, (x, y, sample_weight), size), None, None
-        data = combined(as_function(x, steps), y, sample_weight)
+        data = combined(as_function(inputs_alone(self.model, x, y), steps), y, sample_weight)
         batches = evaluation_data(data, self.backend, batch=size, steps=steps, shard=shard)
         outcome = self.evaluate_on(batches, callbacks or ())
         show_evaluation(outcome, self.backend, verbose)
@@ -323,7 +328,9 @@ class Trainer(FittingTrainer):
                 f"train_on_batch does not go with {opt('servers', self.options.servers)}: every rank trains on its "
                 "part of a batch. Leave it out, or use fit."
             )
-        batch, samples = self._one_batch("train_on_batch", combined(x, y, sample_weight), class_weight)
+        batch, samples = self._one_batch(
+            "train_on_batch", combined(inputs_alone(self.model, x, y), y, sample_weight), class_weight
+        )
         self.build_on(batch, training=True)
         if not self._shares_state:
             self.broadcast_state()
@@ -340,7 +347,7 @@ class Trainer(FittingTrainer):
         self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False
     ) -> Score | Scores | dict[str, Any]:
         """Return loss and metrics of a batch as Keras does; arguments as for `train_on_batch`. Collective."""
-        batch, _ = self._one_batch("test_on_batch", combined(x, y, sample_weight), None)
+        batch, _ = self._one_batch("test_on_batch", combined(inputs_alone(self.model, x, y), y, sample_weight), None)
         outcome = self.evaluate_on([batch])
         return outcome.as_dict() if return_dict else outcome.as_keras(self.model)
 

@@ -389,6 +389,32 @@ class Offset(keras.layers.Layer):
         return self.dense(x if offset is None else x + offset)
 
 
+class Pull(keras.layers.Layer):
+    def call(self, one, other):
+        self.add_loss(keras.ops.mean(keras.ops.square(one - other)))
+        return one
+
+
+@pytest.mark.parametrize("form", [list, tuple])
+def test_several_inputs_without_targets_may_be_listed(form):
+    def made():
+        keras.utils.set_random_seed(0)
+        one, other = keras.Input(X.shape[1:]), keras.Input(X.shape[1:])
+        model = keras.Model([one, other], Pull()(keras.layers.Dense(2)(one), keras.layers.Dense(2)(other)))
+        model.compile(keras.optimizers.SGD(0.1))
+        return model
+
+    reference, trainer = made(), Trainer(made())
+    pair = form([X, X[::-1].copy()])
+    options = {"shuffle": False, "epochs": 2, "verbose": 0, "validation_data": (pair, None)}
+    theirs = reference.fit(pair, batch_size=8, validation_batch_size=8, **options)
+    found = trainer.fit(pair, batch=8, validation_batch=8, **options)
+    for name, values in theirs.history.items():
+        np.testing.assert_allclose(found.history[name], values, rtol=1e-5)
+    expected = reference.evaluate(pair, batch_size=8, verbose=0)
+    np.testing.assert_allclose(trainer.evaluate(pair, batch=8, verbose=0).loss, expected, rtol=1e-5)
+
+
 @pytest.mark.parametrize("offset", [None, pytest.param(X[:, ::-1].copy(), marks=pytest.mark.extended)])
 def test_an_optional_input_may_be_none(offset):
     def made():
