@@ -157,6 +157,8 @@ def _dataset(
         )
     dataset = data if batch is None else data.batch(batch)
     if backend.job_size > 1:
+    if batch is not None:
+        per_replica(batch, backend.data_parallel.size, uneven=backend.capabilities.uneven)
         check_order(dataset, "training")
     found, shards = first_and_shards(dataset, backend.process, backend.processes, owner=data)
     first = _checked(found, backend.processes, dataset)
@@ -188,7 +190,14 @@ def _cut(data: Any, batch: int, backend: Backend, change: Change | None) -> Cut:
             f"{name_of(data)} gives a first batch without samples, on which the model would be built. Leave it "
             "out, such as by dataset.filter(lambda x, y: tf.shape(x)[0] > 0)."
         )
-    per_replica(batch, backend.data_parallel.size, uneven=backend.capabilities.uneven)
+    size = backend.data_parallel.size
+    if batch % size and not backend.capabilities.uneven:
+        near = max(1, batch // size) * size
+        raise ConfigError(
+            f"A batch of {batch} samples does not divide among {size} ranks, the first of the training data. Make "
+            f"batches of {near} or {near + size} where the data are batched, as by dataset.batch({near}) or in "
+            "bucket_batch_sizes, or use another number of ranks."
+        )
     return Cut(batch, index=backend.process, size=backend.processes, name=name_of(data), change=change)
 
 

@@ -127,7 +127,8 @@ def test_weights_and_several_inputs_are_cut_alike():
 @pytest.mark.parametrize("data", [Batches(), generator])
 def test_a_batch_that_does_not_divide_is_refused(data):
     for outcome in on_ranks(3, lambda backend: given(data, backend=backend)):
-        assert str(outcome).startswith("A batch of 16 samples does not divide among 3 ranks")
+        assert str(outcome).startswith("A batch of 16 samples does not divide among 3 ranks, the first of")
+        assert "dataset.batch(15)" in str(outcome)
 
 
 # -- the order of a PyDataset --
