@@ -313,6 +313,11 @@ def order_depends_on_timing(dataset: Any) -> bool:
     return any(n.op.startswith("ParallelInterleave") and n.attr["deterministic"].s == b"false" for n in nodes)
 
 
+def cache_file(dataset: Any) -> str:
+    """Return the file in which a dataset caches its elements; "" without one. Assumes `CacheDataset._filename`."""
+    return dataset._filename.numpy().decode() if type(dataset).__name__ == "CacheDataset" else ""
+
+
 def zipped_nest(dataset: Any) -> Any:
     """Return the nest of datasets in a zip. Assumes `_datasets` of `_ZipDataset`."""
     return dataset._datasets

@@ -1,7 +1,7 @@
 """Convert the data of `fit` and `evaluate` to streams of batches."""
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -21,11 +21,13 @@ from hvdtrain.data.streams.dataset_batches import DatasetTraining, evaluation_of
 from hvdtrain.data.streams.given import (
     AsMany,
     Given,
+    caches_of,
     check_given,
     check_order,
     content_of,
     draws,
     parts_of,
+    refusing_shared_caches,
     same_arrays,
 )
 from hvdtrain.data.streams.python_batches import (
@@ -155,12 +157,14 @@ def _dataset(
             "The Dataset comes in batches already: leave out batch_size (or batch). Where its batches are to "
             "be samples, such as windows of text, make them with batch(…, drop_remainder=True)."
         )
-    dataset = data if batch is None else data.batch(batch)
-    if backend.job_size > 1:
     if batch is not None:
         per_replica(batch, backend.data_parallel.size, uneven=backend.capabilities.uneven)
+    dataset = data if batch is None else data.batch(batch)
+    if backend.job_size > 1:
         check_order(dataset, "training")
-    found, shards = first_and_shards(dataset, backend.process, backend.processes, owner=data)
+    caches = caches_of(dataset) if backend.job_size > 1 else []
+    with refusing_shared_caches(caches, "training"):
+        found, shards = first_and_shards(dataset, backend.process, backend.processes, owner=data)
     first = _checked(found, backend.processes, dataset)
     cut = _cut(dataset, batch or count_of(first), backend, change)
     sliced = DatasetTraining(dataset, cut, shards=shards, **options)
@@ -173,6 +177,7 @@ def _dataset(
         cure="Give shuffle() a seed",
         length=length,
         sharded=shards is not None,
+        caches=caches,
         parts=parts_of(first) if backend.job_size > 1 and draws(dataset) else [],
     )
     if shards is not None and not all(given.sharded for given in everyone):
@@ -332,7 +337,9 @@ def validation_batches(data: Any, backend: Backend, *, batch: int, what: str = "
     if isinstance(data, tf.data.Dataset):
         if backend.job_size > 1:
             check_order(data, what)
-        found, shards = first_and_shards(data, index, size, owner=data)
+        caches = caches_of(data) if backend.job_size > 1 else []
+        with refusing_shared_caches(caches, what):
+            found, shards = first_and_shards(data, index, size, owner=data)
         first = _checked(found, size, data)
         batches = evaluation_of_dataset(data, index=index, size=size, shards=shards)
         return _alike(
@@ -343,6 +350,7 @@ def validation_batches(data: Any, backend: Backend, *, batch: int, what: str = "
             backend=backend,
             what=what,
             drawn=draws(data),
+            caches=caches,
         )
     source = data if isinstance(data, ArraySource) else ArraySource(data, f"{what} data")
     check_given(lambda: _given_arrays(source, batch), backend, what)
@@ -357,12 +365,14 @@ def _alike(
     backend: Backend,
     what: str,
     drawn: bool = False,
+    caches: Sequence[str] = (),
 ) -> Iterable[Batch]:
     """Return `batches` after verifying that ranks agree on them. Collective."""
 
     def given() -> Given:
         batch = first()
-        return Given(kind, count_of(batch), count, content_of(batch), parts=parts_of(batch) if drawn else [])
+        parts = parts_of(batch) if drawn else []
+        return Given(kind, count_of(batch), count, content_of(batch), parts=parts, caches=list(caches))
 
     check_given(given, backend, what, "Leave out shuffle()")
     return batches if count is not None or backend.job_size == 1 else AsMany(batches, backend, what)

@@ -1,14 +1,16 @@
 """Check that `fit` and `evaluate` were given the same data on every rank."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend, gather
-from hvdtrain.compat.tensorflow import MAPS, inputs_of, is_kind, order_depends_on_timing
+from hvdtrain.compat.tensorflow import MAPS, cache_file, inputs_of, is_kind, order_depends_on_timing
 from hvdtrain.config.errors import DataError, NoSamplesError
 from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.batch import Batch, tensors_in
@@ -37,6 +39,8 @@ class Given:
     """Whether this rank can read a part of the samples only."""
     kept: bool = field(default=False, compare=False)
     """Whether this rank keeps the batches of a first pass."""
+    caches: list[str] = field(default_factory=list, compare=False)
+    """Files to which this rank will write."""
 
 
 def check_given(given: Callable[[], Given], backend: Backend, what: str, cure: str = "") -> list[Given]:
@@ -58,6 +62,9 @@ def check_given(given: Callable[[], Given], backend: Backend, what: str, cure: s
     for rank, other in enumerate(others, start=1):
         if other != first and not _drawn_alike(first, other):
             raise DataError(_difference(first, other=other, rank=rank, what=what, cure=cure))
+        for file in first.caches:
+            if file in other.caches:
+                raise _shared_cache(file, what)
     return everyone
 
 
@@ -96,6 +103,30 @@ def check_order(dataset: tf.data.Dataset, what: str) -> None:
             "ones, and samples would be lost and repeated. Leave out deterministic=False, or let each rank read its "
             'own part: dataset.shard(hvdtrain.size(), hvdtrain.rank()) before the batches, and shard="rank".'
         )
+
+
+def caches_of(dataset: tf.data.Dataset) -> list[str]:
+    """Return the files to which a dataset will write its caches; one that is there already is only read."""
+    files = {os.path.abspath(file) for each in _made_of(dataset) if (file := cache_file(each))}
+    return sorted(file for file in files if not os.path.exists(f"{file}.index"))
+
+
+@contextmanager
+def refusing_shared_caches(files: Sequence[str], what: str) -> Iterator[None]:
+    """Name a cache that another rank writes, too, where its lock ends a read inside the context (DataError)."""
+    try:
+        yield
+    except tf.errors.AlreadyExistsError as error:
+        if not files:
+            raise
+        raise _shared_cache(files[0], what) from error
+
+
+def _shared_cache(file: str, what: str) -> DataError:
+    return DataError(
+        f"Several ranks would write the cache of the {what} data to one file, {file!r}. Give each a file of its own: "
+        'dataset.cache(f"{file}-{hvdtrain.rank()}").'
+    )
 
 
 def draws(dataset: tf.data.Dataset) -> bool:

@@ -316,6 +316,12 @@ def knows_an_order_that_depends_on_timing():
     assert not compat.order_depends_on_timing(numbers().interleave(lambda x: tf.data.Dataset.range(x)))
 
 
+@CONTRACTS.of(compat.cache_file)
+def knows_the_file_of_a_cache():
+    assert compat.cache_file(numbers().cache("folder/file")) == "folder/file"
+    assert [compat.cache_file(made) for made in (numbers().cache(), numbers())] == ["", ""]
+
+
 @CONTRACTS.of(compat.input_of, compat.inputs_of, compat.zipped_nest, compat.batch_of, compat.batches_in)
 def knows_what_a_dataset_is_made_of():
     one, other = numbers(), numbers()

@@ -169,6 +169,21 @@ def test_an_order_that_depends_on_timing_is_refused_by_name(unordered):
     assert fit_on(unordered(), steps_per_epoch=2)[0].steps_per_epoch == 2, "a rank alone may have any"
 
 
+def test_one_file_for_the_caches_of_several_ranks_is_refused(tmp_path):
+    def cached(name):
+        return dataset().cache(str(tmp_path / name)).map(lambda x, y: (x, y))
+
+    for read in (fit_on, evaluate_on):
+        said = refused(read(cached("all"), cached("all")))
+        assert f"to one file, '{tmp_path}/all'" in said
+        assert 'dataset.cache(f"{file}-{hvdtrain.rank()}")' in said
+    own = fit_on(cached("0"), cached("1"))
+    assert [data.steps_per_epoch for data in own] == [12, 12]
+    assert len(list(cached("all"))) == 12
+    written = fit_on(cached("all"), cached("all"))  # is only read
+    assert [data.steps_per_epoch for data in written] == [12, 12]
+
+
 def test_batches_of_different_sizes_are_refused():
     said = refused(fit_on((X, Y), (X, Y), batch=(4, 8)))
     assert said == "The training batches of rank 1 hold 8 samples, and those of rank 0 4."
