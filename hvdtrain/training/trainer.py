@@ -3,6 +3,7 @@
 The public interface; the implementation starts in `core.py`.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import Any
 import keras
 
 from hvdtrain.config.checkpoint import Checkpoint
-from hvdtrain.config.errors import ConfigError, opt
+from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.runtime import COMMIT_EVERY, ElasticConfig
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.streams.python_batches import as_function
@@ -35,6 +36,7 @@ from hvdtrain.training.fit_arguments import (
 )
 from hvdtrain.training.fitting import FittingTrainer
 from hvdtrain.training.inputs import evaluation_data, number_of_samples, validation_batches, with_class_weights
+from hvdtrain.training.loop.batch_checks import BatchChecks
 from hvdtrain.training.loop.keras_callbacks import evaluation_callbacks
 from hvdtrain.training.loop.report import FitResult
 from hvdtrain.training.run_info import show_evaluation
@@ -77,6 +79,7 @@ class Trainer(FittingTrainer):
 
     _shares_state = False
     """Whether the ranks have had the same state since the first call with a batch."""
+    _batch_checks: BatchChecks | None = None
 
     def fit(
         self,
@@ -310,7 +313,8 @@ class Trainer(FittingTrainer):
     ) -> float | list[Any] | dict[str, Any]:
         """Take one optimizer step on a batch, and return its loss and metrics as Keras does. Collective.
 
-        They are of this batch alone, as since Keras 3.15; Keras 3.14 adds up calls until `reset_metrics`.
+        They are of this batch alone, as since Keras 3.15; Keras 3.14 adds up calls until `reset_metrics`. `on_bad_step`,
+        `spike_threshold`, `max_bad_steps` and `desync_every` are those of `fit`; of a skipped step everything is NaN.
 
         Args:
             x: inputs [samples, …] of the whole batch, on every rank; each trains on its part.
@@ -320,14 +324,10 @@ class Trainer(FittingTrainer):
             return_dict: return loss and metrics by name.
 
         Raises:
-            ConfigError: ranks that make another call, or that only serve.
+            BadStepError: the loss became NaN or infinite (NonFiniteError), or a spike.
+            ConfigError: ranks that make another call, or an option that needs `fit`.
             DataError: unusable data, or ranks with different ones.
         """
-        if self.options.servers:
-            raise ConfigError(
-                f"train_on_batch does not go with {opt('servers', self.options.servers)}: every rank trains on its "
-                "part of a batch. Leave it out, or use fit."
-            )
         batch, samples = self._one_batch(
             "train_on_batch", combined(inputs_alone(self.model, x, y), y, sample_weight), class_weight
         )
@@ -335,11 +335,16 @@ class Trainer(FittingTrainer):
         if not self._shares_state:
             self.broadcast_state()
             self._shares_state = True
+        checks = self._batch_checks
+        if checks is None or checks.rule is not self.rule or checks.state is not self.state:
+            checks = self._batch_checks = BatchChecks(self.backend, self.state, self.rule, self.options)
         step = self._factory.train_step(self.state, self.rule, samples)
         step.begin_metrics()
-        step(batch, measure=False)
+        taken = step(batch, measure=False)
         self.state.scalars.step += 1
-        results = step.results_of_step()
+        skipped, results = checks(taken), step.results_of_step()
+        if skipped:
+            results = dict.fromkeys(results, math.nan)
         self.rule.gather_weights()
         return dict(results) if return_dict else as_keras_returns(self.model, results)
 

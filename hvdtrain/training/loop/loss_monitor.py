@@ -41,6 +41,7 @@ class LossMonitor:
     """Collects every step's totals: global [weighted loss, weight, poison], or `GuardedTotals`.
 
     Args:
+        steps_per_epoch: None for steps outside of any epoch.
         start_step: completed optimizer steps before the first one.
         start_place: position in the data, in steps over all epochs. Differs from `start_step` if earlier epochs had
             another number of steps.
@@ -52,7 +53,7 @@ class LossMonitor:
 
     def __init__(
         self,
-        steps_per_epoch: int,
+        steps_per_epoch: int | None,
         start_step: int = 0,
         start_place: int = 0,
         *,
@@ -80,7 +81,7 @@ class LossMonitor:
 
     def begin_epoch(self, step: int, epoch: int) -> None:
         """Note that `epoch`, from 0, begins with `step`, from 1: earlier ones may have had other numbers of steps."""
-        self._place_of_step_0 = epoch * self._steps_per_epoch - (step - 1)
+        self._place_of_step_0 = epoch * (self._steps_per_epoch or 0) - (step - 1)
 
     def note(self, totals: Totals, here: Any = None) -> None:
         """Record a started step's totals and this replica's part (`StepResult.here`)."""
@@ -177,6 +178,8 @@ class LossMonitor:
         )
 
     def _place(self, step: int) -> str:
+        if self._steps_per_epoch is None:
+            return f"step {step + 1}"
         epoch = (self._place_of_step_0 + step) // self._steps_per_epoch
         return f"step {step + 1} (epoch {epoch + 1})"
 

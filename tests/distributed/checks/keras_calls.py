@@ -13,7 +13,7 @@ from world import World, computing_in, refused
 from worlds import worlds
 
 import hvdtrain
-from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.errors import ConfigError, DesyncError
 
 RNG = np.random.default_rng(0)
 SAMPLES = 22
@@ -108,6 +108,9 @@ def check_single_batches_are_those_of_keras(world: World) -> None:
         assert_same(ours.get_weights(), theirs.get_weights(), "weights")
         assert_same(trainer.test_on_batch(X, Y), theirs.test_on_batch(X, Y), "test")
         assert_same(trainer.predict_on_batch(X), theirs.predict_on_batch(X), "predict")
+        ours.layers[-1].bias.assign([float(world.rank)])
+        with refused("After step 4 every rank must hold the same weights", DesyncError):
+            trainer.train_on_batch(X, Y)
 
 
 @worlds("mpirun-2", extended=True, why="the data's place in passes")

@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 
 import hvdtrain
+from hvdtrain.config.errors import ConfigError, NonFiniteError
+from hvdtrain.config.facts import Facts
 
 pytestmark = pytest.mark.usefixtures("session")
 X = np.random.default_rng(0).standard_normal((10, 4)).astype("float32")
@@ -50,3 +52,27 @@ def test_a_fit_goes_on_from_there():
     result = trainer.fit(X, Y, batch=5, epochs=2, verbose=0)
     assert result.steps == 5
     assert int(trainer.optimizer.iterations) == 5
+
+
+def test_bad_batches_are_errors_or_skipped_as_in_a_fit(caplog):
+    bad = np.where(np.arange(10)[:, None] == 3, np.nan, X)
+    with pytest.raises(NonFiniteError, match=r"The data hold NaN or infinite values at step 1\."):
+        hvdtrain.Trainer(compiled()).train_on_batch(bad, Y)
+    trainer = hvdtrain.Trainer(compiled(), on_bad_step="skip", max_bad_steps=2)
+    trainer.train_on_batch(X, Y)
+    before = trainer.model.get_weights()
+    with caplog.at_level("INFO", logger="hvdtrain"):
+        for _ in range(2):
+            assert np.isnan(trainer.train_on_batch(bad, Y)).all(), "figures of a step that was not taken"
+    assert "warning: step 2 is skipped: NaN or infinite values in the data." in caplog.text
+    np.testing.assert_array_equal(np.concatenate(trainer.model.get_weights(), None), np.concatenate(before, None))
+    with pytest.raises(NonFiniteError, match=r"3 steps in a row were bad .*max_bad_steps=2"):
+        trainer.train_on_batch(bad, Y)
+
+
+@pytest.mark.parametrize("option", [{"on_bad_step": "rollback"}, {"update": "async", "record": "order.json"}])
+def test_options_that_need_a_fit_are_refused(option, monkeypatch):
+    monkeypatch.setattr("hvdtrain.training.core.TrainerCore._job", lambda trainer: Facts())  # it needs ranks over MPI
+    name, value = list(option.items())[-1]
+    with pytest.raises(ConfigError, match=f"{name}='{value}'"):
+        hvdtrain.Trainer(compiled(), **option).train_on_batch(X, Y)
