@@ -10,7 +10,7 @@ from hvdtrain.compat.keras_variables import (
     OPTIMIZER_BOOKKEEPING,
     average_of,
     forget_slots,
-    rate_or_schedule,
+    step_counter,
     trained_variables,
 )
 from hvdtrain.optim.averaging import innermost
@@ -64,9 +64,9 @@ def rate_of(optimizer: Any) -> tf.Tensor:
 
 def rate_at(optimizer: Any, step: tf.Tensor) -> tf.Tensor:
     """Return an optimizer's learning rate in `step`, from 0, by its schedule; without one that of now."""
-    kept = rate_or_schedule(optimizer)
-    scheduled = isinstance(kept, keras.optimizers.schedules.LearningRateSchedule)
-    return tf.convert_to_tensor(kept(step)) if scheduled else rate_of(optimizer)
+    count = step_counter(optimizer)
+    with keras.StatelessScope([(count, tf.cast(step, count.dtype))]):  # a schedule is given a Keras variable, as ever
+        return rate_of(optimizer)
 
 
 def slot_tensors(optimizer: Any, variables: Sequence[Any], paths: Sequence[str]) -> dict[str, Slot]:

@@ -9,13 +9,14 @@ import keras
 from world import World
 from worlds import worlds
 from zoo import layers, objectives, rules, table
-from zoo.cases import ACCUMULATE, RANKS, RESTORE, SERVED, SYNC, ZERO, assert_complete, public_classes, sweep
+from zoo.cases import ACCUMULATE, LOOSE, RANKS, RESTORE, SERVED, SYNC, ZERO, assert_complete, public_classes, sweep
 
 OF_LAUNCHERS = ("OMPI_", "PMIX_", "HOROVOD_")
 """Begin the names of variables that make a process a rank."""
 
 
 def check_a_sample_of_keras(world: World) -> None:
+    sweep(world, {"Muon": rules.optimizer_cases("float32")["Muon"]}, SERVED)
     sample = {
         "Normalization": layers.PREPROCESSING["Normalization"].case(),
         "Huber": objectives.loss_cases()["Huber(reduction='mean_with_sample_weight')"],
@@ -86,6 +87,14 @@ def check_servers(world: World) -> None:
     sweep(world, rules.optimizer_cases(), SERVED)
     sweep(world, rules.rule_cases(), SERVED)
     sweep(world, objectives.loss_cases(), SERVED)
+
+
+@worlds("mpirun-2", extended=True, why="every optimizer, under every update rule")
+def check_optimizers_in_32_bits(world: World) -> None:
+    """They multiply by the learning rate, which has 32 bits where Keras' has: one in 64 fails, and hides elsewhere."""
+    named = {name: case for name, case in rules.optimizer_cases("float32").items() if name in rules.OPTIMIZERS}
+    sweep(world, named, ZERO, SERVED, "local steps")
+    sweep(world, {name: named[name] for name in ("Adam", "Muon")}, *LOOSE)
 
 
 @worlds("mpirun-2", extended=True, why="every loss, whose microbatches are put together")

@@ -23,6 +23,13 @@ SAMPLES, BATCH, EPOCHS = 21, 8, 2
 """Three steps an epoch, the last of five samples: three for the first of two ranks, two for the second."""
 ALWAYS, RANKS, ACCUMULATE, ZERO, SYNC, RESTORE = "always", "ranks", "accumulate", "zero", "sync", "restore"
 SERVED = "served"
+LOOSE: Mapping[str, Mapping[str, Any]] = {
+    "local steps": {"local_steps": 2},
+    "stale": {"update": "async"},
+    "gossip": {"update": "gossip"},
+    "easgd": {"update": "easgd"},
+}
+"""Variations of which none trains as one process does."""
 VARIATIONS: Mapping[str, Mapping[str, Any]] = {
     RANKS: {},
     ACCUMULATE: {"accumulate": 2},
@@ -30,6 +37,7 @@ VARIATIONS: Mapping[str, Mapping[str, Any]] = {
     SYNC: {"sync_batch_norm": True},
     RESTORE: {},
     SERVED: {"update": "async", "max_staleness": 0},
+    **LOOSE,
 }
 
 

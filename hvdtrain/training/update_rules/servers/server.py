@@ -24,7 +24,7 @@ from hvdtrain.optim.averaging import innermost
 from hvdtrain.optim.fused import fused_updates
 from hvdtrain.optim.precision import loss_scale_of
 from hvdtrain.runtime.messages import Messages, Pause
-from hvdtrain.state.optimizers import rate_at
+from hvdtrain.state.optimizers import rate_at, rate_of
 from hvdtrain.state.variables import unwrap
 from hvdtrain.training.options import StepOptions
 from hvdtrain.training.update_rules.servers.layout import HEADER, PULL, PUSH, TICKET, Entry, ServerLayout
@@ -335,6 +335,10 @@ class Server:
         """
         optimizer = innermost(self._optimizer)
         entries = layout.entries
+        # Of the dtype that Keras' own has, by which optimizers may multiply; not to round what has 64 bits throughout.
+        wide = entries and all(e.dtype == np.float64 for e in entries)
+        dtype = "float64" if wide else rate_of(optimizer).dtype.name
+        rate = keras.Variable(0.0, dtype=dtype, trainable=False, name="rate")
 
         def apply(step: tf.Tensor, factor: tf.Tensor, given: list[tf.Tensor], before: list[tf.Tensor]) -> None:
             dense = len(given) - 2 * len(layout.sparse)
@@ -348,7 +352,7 @@ class Server:
                 for entry, value in zip(entries, before, strict=True):
                     now = unwrap(self._parameters[entry.path]).read_value()
                     gradients[entry.path] = self._compensation(entry.path, gradients[entry.path], now, value)
-            rate = tf.cast(rate_at(optimizer, step), tf.float64) * factor
+            rate.assign(tf.cast(rate_at(optimizer, step), tf.float64) * factor)
             with (
                 updating_at(optimizer, self.updates, rate, updates_per_step=self._updates_per_step),
                 fused_updates(self._optimizer),
