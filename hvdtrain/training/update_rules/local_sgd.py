@@ -3,7 +3,7 @@
 Stich 2019 (arXiv:1805.09767). There is no communication between two averages. A replica is weighted by the samples it
 trained on since the last average, so that one local step of plain SGD equals a step of data parallelism: sum(W_i (w -
 lr g_i)) / sum(W_i) = w - lr sum(W_i g_i) / sum(W_i), where g_i is the mean gradient of replica i's samples and W_i
-their weight.
+their weight. A replica without samples in a step, or with weights of 0 alone, takes no step: it waits.
 
 With `options.local_after` the first steps are data parallel: post-local SGD (Lin et al. 2018, arXiv:1808.07217). An
 outer optimizer may take the average's place; `streaming.py` averages in fragments, beside the steps.
@@ -26,7 +26,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
-from hvdtrain.compat.keras_variables import trained_variables
+from hvdtrain.compat.keras_variables import step_counter, trained_variables
 from hvdtrain.gradients.reduction import Gradient, scaled
 from hvdtrain.gradients.sparse import gather_rows, sum_duplicates
 from hvdtrain.optim.averaging import innermost
@@ -113,12 +113,21 @@ class LocalUpdate(UpdateRule):
         norm = self._split.norm(own) if measure or self._clipping.norm is not None else None
         own, norm = self._clipped(own, norm)
         self._rate.assign(tf.cast(rate_of(self.optimizer), tf.float64))
-        with fused_updates(self.optimizer):
-            self.optimizer.apply(own, self._variables)
+        tf.cond(early | (local.totals[1] > 0), lambda: self._apply(own), self._wait)
         self._average_if_due(tf.cast(local.totals[1], tf.float64), early)
         if measure and norm is not None:
             norm = self._backend.all_reduce(norm, name="gradient//norm", op="average")
         return local.totals, norm if measure else None
+
+    def _apply(self, gradients: list[Gradient]) -> tf.Tensor:
+        with fused_updates(self.optimizer):
+            self.optimizer.apply(gradients, self._variables)
+        return tf.constant(True)
+
+    def _wait(self) -> tf.Tensor:
+        """Count a step without samples, which momentum, moments, decay and EMA would take all the same."""
+        step_counter(innermost(self.optimizer)).assign_add(1)
+        return tf.constant(False)
 
     def _average_if_due(self, weight: tf.Tensor, early: tf.Tensor) -> None:
         """Count a step with samples of this `weight`; average at the end of a period, unless it is an early step."""

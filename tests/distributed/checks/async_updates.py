@@ -492,6 +492,32 @@ def check_asynchronous_updates_are_those_of_a_simulation(world: World) -> None:
         assert error <= 1e-9, f"{number}: {kind} {options}: {error:.2e}"
 
 
+@worlds("mpirun-2", extended=True)
+@exact_arrays()
+def check_copies_wait_where_they_have_no_samples(world: World) -> None:
+    """Of each step's two slices one is empty: copies that never meet have trained on the others, and on nothing else."""
+
+    def decaying(rate: float) -> Any:
+        return keras.optimizers.AdamW(rate, weight_decay=0.1)
+
+    build, data = MODELS["wide"]
+    x, y = (each[:1] for each in data("float64"))
+    trainer = hvdtrain.Trainer(
+        build("float64", 0), decaying(0.01), CROSS_ENTROPY, backend=world.backend, update="gossip", local_steps=1000
+    )
+    slices = trainer.fit((x, y), batch=2, epochs=6, shuffle=False, verbose=False).slices
+    assert sum(slices) == 6, slices
+    copies = []
+    for taken in slices:
+        model = build("float64", 0)
+        # A slice of 1 sample, where the step's have 1 / 2 on average.
+        rule, batches = decaying(0.01 * world.size), [(x, y)] * taken
+        copies.append(plain_training(model, rule, per_sample, batches) if taken else model.get_weights())
+    expected = [np.mean(weights, axis=0) for weights in zip(*copies, strict=True)]
+    error = relative_error(trainer.model.get_weights(), expected)
+    assert error <= 1e-9, f"{slices}: {error:.2e}"
+
+
 @worlds("mpirun-2", "mpirun-4", extended=True)
 @exact_arrays()
 def check_a_recorded_order_is_repeated_bit_by_bit(world: World) -> None:

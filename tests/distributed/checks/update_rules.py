@@ -215,15 +215,16 @@ def local_reference(
     average_slots: bool = False,
     after: int = 0,
     outer: Outer | None = None,
+    samples: int = SAMPLES,
 ) -> list[np.ndarray]:
     """Emulate all ranks in this process: `period` steps each, then averages by samples; epochs' ends consolidate."""
-    model, batches = wide_model("float64", 0), batches_of(*wide_data("float64"))
+    model, batches = wide_model("float64", 0), batches_of(*(each[:samples] for each in wide_data("float64")))
     step = plain_step(model, optimizer, per_sample, batches[0])
     slots = optimizer.variables[2:]  # behind iterations and learning rate
     weights = model.trainable_variables
     # What each rank holds; the one model and its optimizer take it up in turn.
     held = [{v.path: np.array(v) for v in (*weights, *slots)} for _ in range(world.size)]
-    counts, steps, per_epoch = np.zeros(world.size), 0, -(-SAMPLES // BATCH)
+    counts, steps, per_epoch = np.zeros(world.size), 0, -(-samples // BATCH)
     anchors, velocities = dict(held[0]), dict.fromkeys(held[0], 0.0)
 
     def average(variables: Sequence[Any]) -> None:
@@ -244,7 +245,8 @@ def local_reference(
             part = slice(None) if number <= after else parts[rank]
             for variable in (*weights, *slots):
                 variable.assign(own[variable.path])
-            step(inputs[part], targets[part])
+            if number <= after or len(inputs[part]):  # else it waits
+                step(inputs[part], targets[part])
             own.update({v.path: np.array(v) for v in (*weights, *slots)})
             counts[rank] += parts[rank].stop - parts[rank].start
         steps += 1
@@ -272,6 +274,7 @@ def check_local_steps_follow_their_definition(world: World) -> None:
     """Momentum and three local steps: weights averaged by samples, slots or not; epochs' ends consolidate."""
     momentum = lambda: keras.optimizers.SGD(0.1, momentum=0.9)  # noqa: E731
     plain = lambda: keras.optimizers.SGD(0.1)  # noqa: E731
+    decaying = lambda: keras.optimizers.SGD(0.1, momentum=0.9, weight_decay=0.1)  # noqa: E731
     slow = {"outer_optimizer": "slowmo", "outer_learning_rate": 0.8, "outer_momentum": 0.6}
     for optimizer, options, defined in (
         (momentum, {}, {}),
@@ -281,10 +284,11 @@ def check_local_steps_follow_their_definition(world: World) -> None:
         (plain, {"outer_optimizer": "diloco"}, {"outer": diloco}),
         (plain, {**slow, "local_after": 5}, {"outer": slowmo, "after": 5}),
         (momentum, {"outer_optimizer": "slowmo", "outer_momentum": 0.0}, {}),  # the average
+        (decaying, {}, {"samples": BATCH + 1}),  # a rank without samples in every second step, in which it waits
     ):
         model = wide_model("float64", world.rank)
         trainer = hvdtrain.Trainer(model, optimizer(), CROSS_ENTROPY, backend=world.backend, local_steps=3, **options)
-        x, y = wide_data("float64")
+        x, y = (each[: defined.get("samples")] for each in wide_data("float64"))
         trainer.fit((x, y), batch=BATCH, epochs=EPOCHS, shuffle=False, verbose=False, validation_data=(x, y))
         assert world.same_everywhere(flat_bytes(trainer.model.get_weights()))
         expected = local_reference(world, optimizer(), 3, **defined)

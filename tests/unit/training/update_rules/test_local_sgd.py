@@ -5,8 +5,14 @@ from functools import partial
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
+from hvdtrain.backends.single import SingleBackend
+from hvdtrain.runtime.session import current
+from hvdtrain.training.options import step_options
+from hvdtrain.training.step.contract import LocalGradients
 from hvdtrain.training.trainer import Trainer
+from hvdtrain.training.update_rules.local_sgd import LocalUpdate
 
 pytestmark = pytest.mark.usefixtures("session")
 
@@ -67,3 +73,23 @@ def test_a_delayed_average_has_the_learning_rate_of_the_steps_that_it_averages()
     rate = RATES["another in each period"]
     late = partial(trained, rate, outer_optimizer="slowmo", outer_momentum=0.6, average_delay=2, average_blend=0.5)
     assert late() == pytest.approx(slowmo(rate, momentum=0.6, delay=2, blend=0.5), rel=1e-5)
+
+
+def test_a_replica_without_samples_takes_no_step():
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    optimizer = keras.optimizers.AdamW(0.1, weight_decay=0.1, use_ema=True, ema_momentum=0.5)
+    rule = LocalUpdate(SingleBackend(current()), model, optimizer, step_options({"local_steps": 100}))
+
+    @tf.function(autograph=False)
+    def step(samples):
+        gradients = [tf.ones(v.shape) * samples for v in model.trainable_variables]
+        rule.update(LocalGradients(gradients, tf.stack([0.0, samples, 0.0]), tf.constant(2.0), False), measure=False)
+
+    step(tf.constant(1.0))
+    _, *before = state = [np.array(v) for v in (*optimizer.variables, *model.weights)]
+    step(tf.constant(0.0))
+    count, *after = [np.array(v) for v in (*optimizer.variables, *model.weights)]
+    np.testing.assert_equal(after, before)
+    assert (state[0], count) == (1, 2), "the schedule goes on with the others"
+    step(tf.constant(1.0))
+    assert any(np.any(np.array(v) != old) for v, old in zip(model.weights, after[-2:], strict=True))
