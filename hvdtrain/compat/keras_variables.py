@@ -355,9 +355,15 @@ def forget_slots(optimizer: Any) -> None:
     optimizer._trainable_variables_indices = {}
     optimizer.built = False
     vars(optimizer)["_tracker"] = tracker
+    track_variables(optimizer)
+
+
+def track_variables(optimizer: Any) -> None:
+    """Let Keras track, and so save, the variables in an optimizer's list. Assumes `_variables` and `_tracker`."""
+    tracker = optimizer._tracker
     is_variable, _ = tracker.config["variables"]
     tracker.config["variables"] = (is_variable, optimizer._variables)
-    tracker.stored_ids["variables"] = {id(variable) for variable in kept}
+    tracker.stored_ids["variables"] = {id(variable) for variable in optimizer._variables}
 
 
 def momentum_slots(optimizer: Any) -> list[Any] | None:

@@ -33,7 +33,7 @@ def optimizers_of(model: Any) -> dict[str, Any]:
     if isinstance(main, keras.optimizers.Optimizer):
         found[MAIN] = main
     _search(model, "", found, seen={})
-    wrapped = {id(inner) for optimizer in found.values() for inner in list(_chain(optimizer))[1:]}
+    wrapped = {id(inner) for optimizer in found.values() for inner in list(chain_of(optimizer))[1:]}
     return {path: optimizer for path, optimizer in found.items() if id(optimizer) not in wrapped}
 
 
@@ -67,6 +67,13 @@ def rate_at(optimizer: Any, step: tf.Tensor) -> tf.Tensor:
     count = step_counter(optimizer)
     with keras.StatelessScope([(count, tf.cast(step, count.dtype))]):  # a schedule is given a Keras variable, as ever
         return rate_of(optimizer)
+
+
+def chain_of(optimizer: Any) -> Iterator[Any]:
+    """Yield `optimizer` and the ones it wraps."""
+    while optimizer is not None:
+        yield optimizer
+        optimizer = getattr(optimizer, "inner_optimizer", None)
 
 
 def slot_tensors(optimizer: Any, variables: Sequence[Any], paths: Sequence[str]) -> dict[str, Slot]:
@@ -115,7 +122,7 @@ def extend_optimizer(optimizer: Any, variables: Sequence[Any], structure: Struct
     before = replicated_slots(optimizer, structure)
     trained = {id(variable) for variable in variables}
     everything = [*variables, *(variable for variable in known if id(variable) not in trained)]
-    for each in _chain(optimizer):
+    for each in chain_of(optimizer):
         forget_slots(each)
     optimizer.build(everything)
     for path, tensor in replicated_slots(optimizer, structure).items():
@@ -126,13 +133,6 @@ def extend_optimizer(optimizer: Any, variables: Sequence[Any], structure: Struct
         average = average_of(inner, variable)
         if average is not None:
             average.assign(variable)
-
-
-def _chain(optimizer: Any) -> Iterator[Any]:
-    """Yield `optimizer` and the ones it wraps."""
-    while optimizer is not None:
-        yield optimizer
-        optimizer = getattr(optimizer, "inner_optimizer", None)
 
 
 def _attributes(optimizer: Any, count: int, places: Mapping[str, int]) -> Iterator[tuple[str, int | None, Any]]:

@@ -106,6 +106,8 @@ class TrainerCore:
             self._eager = bool(getattr(built, "run_eagerly", False))
             chosen = Objective(loss, metrics, loss_weights, weighted_metrics)
             decided = optimizer is None and self.options.precision is None  # by Keras, in compile
+            self._compiled_by_user = optimizer is None
+            """Whether the optimizer is that of a compiled model, which goes on with it after a training."""
             optimizer, objective, notes = merge_compile_settings(built, optimizer, chosen)
             check(self.options, facts=model_facts(self._job(), built))
             if self.backend.name == "horovod" and self.backend.size > 1:

@@ -96,6 +96,7 @@ class FittingTrainer(ResumableTrainer):
                     commits=commits,
                 )
             observers.on_end(summary_of(result))
+            self.rule.give_back(whole=self._compiled_by_user)
         finally:
             observers.close()
         if backup is not None and self.backend.primary:

@@ -133,7 +133,9 @@ class ResumableTrainer(TrainerCore):
         if not (self.model.built or self.model.weights):  # Keras builds no model without a `call`
             raise ConfigError("The model has no variables to save yet: call fit, evaluate or predict before save.")
         self.consolidate()
-        return Checkpointer(Path(folder), keep=None, backend=self.backend).save_state(self.state)
+        path = Checkpointer(Path(folder), keep=None, backend=self.backend).save_state(self.state)
+        self.rule.give_back(whole=self._compiled_by_user)
+        return path
 
     def restore(self, folder: Folder, which: str = "newest") -> Path:
         """Load a checkpoint and return its path. Collective; only rank 0 needs to see the folder.

@@ -13,7 +13,6 @@ from typing import Any
 import keras
 
 from hvdtrain.config.checkpoint import Checkpoint
-from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.runtime import COMMIT_EVERY, ElasticConfig
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.streams.python_batches import as_function
@@ -313,7 +312,7 @@ class Trainer(FittingTrainer):
     ) -> float | list[Any] | dict[str, Any]:
         """Take one optimizer step on a batch, and return its loss and metrics as Keras does. Collective.
 
-        They are of this batch alone, as since Keras 3.15; Keras 3.14 adds up calls until `reset_metrics`. `on_bad_step`,
+        They are of this batch alone, as since Keras 3.15; 3.14 adds up calls until `reset_metrics`. `on_bad_step`,
         `spike_threshold`, `max_bad_steps` and `desync_every` are those of `fit`; of a skipped step everything is NaN.
 
         Args:

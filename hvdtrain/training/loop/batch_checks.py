@@ -42,7 +42,8 @@ class BatchChecks:
     def __call__(self, result: StepResult) -> bool:
         """Check the step that was taken; return whether it was bad and skipped. Collective.
 
-        Raises BadStepError for a bad step, or for more in a row than `max_bad_steps`; DesyncError for ranks that differ.
+        Raises BadStepError for a bad step, or for more in a row than `max_bad_steps`; DesyncError for ranks that
+        differ.
         """
         scalars, optimizer, guard = self.state.scalars, self.state.optimizer, self.rule.guard
         scaled = has_dynamic_scale(optimizer)

@@ -168,6 +168,12 @@ class UpdateRule:
             variable.assign(value)
         self.sync_from_model()
 
+    def give_back(self, *, whole: bool) -> None:
+        """Let an optimizer that was built for the rule's own variables be the model's, with slots if `whole`.
+
+        Collective.
+        """
+
     def _unless_bad(self, totals: tf.Tensor, update: Callable[[], None]) -> tf.Tensor:
         """Call `update`, unless a guard finds the step bad; return its totals."""
         if self.guard is not None:

@@ -23,7 +23,17 @@ from builders import (
     wide_data,
     wide_model,
 )
-from world import World, exact_arrays, flat_bytes, moved, plain_step, plain_training, refused, relative_error
+from world import (
+    World,
+    computing_in,
+    exact_arrays,
+    flat_bytes,
+    moved,
+    plain_step,
+    plain_training,
+    refused,
+    relative_error,
+)
 from worlds import worlds
 
 import hvdtrain
@@ -67,9 +77,9 @@ def check_slots_are_a_share_of_the_whole(world: World) -> None:
     trainer = trained(world, "wide", keras.optimizers.Adam(0.01), "float32", zero=1)
     whole = keras.optimizers.Adam(0.01)
     whole.build(wide_model("float32", 0).trainable_variables)
-    size = lambda optimizer: sum(int(np.prod(v.shape)) for v in optimizer.variables)  # noqa: E731
+    size = lambda variables: sum(int(np.prod(v.shape)) for v in variables)  # noqa: E731
     small = sum(int(np.prod(v.shape)) for v in trainer.model.trainable_variables if int(np.prod(v.shape)) < 16384)
-    mine, all_of_them = size(trainer.optimizer), size(whole)
+    mine, all_of_them = size(t.value for t in trainer.rule.named_tensors().values()), size(whole.variables)
     assert mine <= (all_of_them - 2 * small) / world.size + 2 * small + 8, (mine, all_of_them, small)
 
 
@@ -104,6 +114,46 @@ def check_sharded_slots_with_everything_else(world: World) -> None:
     figures = trainer.evaluate(wide_data("float64"), batch=16)
     assert flat_bytes(trainer.model.get_weights()) == flat_bytes(weights), "the weights are no longer there"
     assert abs(figures.loss - mean) <= 1e-6 * mean, (figures.loss, mean)
+
+
+@worlds("mpirun-2", extended=True)
+@computing_in("float64")
+def check_the_optimizer_is_the_models_again(world: World) -> None:
+    """After a training its slots are whole: in a file of Keras, for Keras' own fit, and for the training after."""
+
+    def compiled() -> Any:
+        model = wide_model("float64", 0)
+        model.compile(keras.optimizers.AdamW(0.01, weight_decay=0.1), CROSS_ENTROPY)
+        return model
+
+    x, y = wide_data("float64")
+    fit = {"epochs": 1, "shuffle": False, "verbose": 0}
+    alone = compiled()
+    alone.fit(x, y, batch_size=BATCH, **fit)
+    saved = [np.array(v) for v in alone.optimizer.variables]
+    alone.fit(x, y, batch_size=BATCH, **fit)
+    went_on = alone.get_weights()
+    alone.fit(x, y, batch_size=BATCH, **fit)
+    in_step = {"update": "async", "max_staleness": 0}
+    loose = [{"local_steps": 2}, {"update": "async"}, {"update": "gossip"}, {"update": "easgd"}]
+    for options in ({}, {"zero": 1}, {"zero": 2}, {"zero": 3}, in_step, *loose):
+        model = compiled()
+        trainer = hvdtrain.Trainer(model, backend=world.backend, **options)
+        trainer.fit(x, y, batch=BATCH, **fit)
+        file = world.folder / f"{world.rank}.keras"
+        model.save(file)
+        loaded = [np.array(v) for v in keras.models.load_model(file).optimizer.variables]
+        assert [v.shape for v in loaded] == [v.shape for v in saved], options
+        assert world.same_everywhere(flat_bytes(loaded)), f"{options}: ranks save different optimizers"
+        if options in loose:
+            model.fit(x, y, batch_size=BATCH, **fit)
+            continue
+        assert relative_error(loaded, saved) <= 1e-9, options
+        model.fit(x, y, batch_size=BATCH, **fit)
+        assert relative_error(model.get_weights(), went_on) <= 1e-9, options
+        if options is not in_step:  # servers count their own steps
+            trainer.fit(x, y, batch=BATCH, **fit)
+            assert relative_error(model.get_weights(), alone.get_weights()) <= 1e-9, options
 
 
 @worlds("mpirun-2", extended=True)

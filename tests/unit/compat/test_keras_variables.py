@@ -288,6 +288,14 @@ def forgets_its_slots():
     assert len(optimizer.variables) == 6 == len(keras_store(optimizer))
 
 
+@CONTRACTS.of(compat.track_variables)
+def tracks_what_its_list_holds():
+    optimizer, _ = built()
+    optimizer._variables = optimizer._variables[:3]
+    compat.track_variables(optimizer)
+    assert len(keras_store(optimizer)) == 3
+
+
 def keras_store(optimizer):
     store = {}
     optimizer.save_own_variables(store)

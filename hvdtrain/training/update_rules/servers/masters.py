@@ -11,6 +11,7 @@ from hvdtrain.compat.keras_variables import average_of, is_decayed, rename, set_
 from hvdtrain.optim.averaging import innermost
 from hvdtrain.runtime.compiled import run_once
 from hvdtrain.runtime.placement import whole_box
+from hvdtrain.state.lent_optimizer import LentOptimizer
 from hvdtrain.state.named_tensors import NamedTensor, replicated_tensor
 from hvdtrain.state.optimizers import Slot, slot_tensors
 from hvdtrain.state.variables import free_memory, unwrap
@@ -23,12 +24,14 @@ class Masters:
         backend: the ranks.
         variables: the model's, as Keras variables, by path.
         owners: the rank that has a variable's master and slots, where the others have placeholders.
+        option: the rule's, for messages.
     """
 
-    def __init__(self, backend: Backend, variables: Mapping[str, Any], owners: Mapping[str, int]) -> None:
+    def __init__(self, backend: Backend, variables: Mapping[str, Any], owners: Mapping[str, int], option: str) -> None:
         self._backend = backend
         self._variables = variables
         self._owners = owners
+        self._option = option
         self._slot_shapes: dict[str, tuple[int, ...]] = {}
         self.by_path = {path: _copy_of(v, placeholder=not self.has(path)) for path, v in variables.items()}
 
@@ -47,8 +50,9 @@ class Masters:
         optimizer.build(list(self.by_path.values()))
         for path, master in self.by_path.items():
             set_decayed(inner, master, is_decayed(inner, self._variables[path]) and is_decayed(inner, master))
+        self._lent = LentOptimizer(optimizer, self._option)
+        self._lent.keep_from_files()
         if self._owners:
-            self._save_no_slots()
             mine = {
                 path: list(slot.variable.shape) for path, slot in self._slots_of_variables() if self._has_slot(slot)
             }
@@ -58,16 +62,40 @@ class Masters:
     def divide(self, owners: Mapping[str, int]) -> None:
         """Leave variables, which every rank has by now, to their owners, and free the memory of all others."""
         self._owners = owners
-        self._save_no_slots()
         self._slot_shapes = {path: tuple(slot.variable.shape) for path, slot in self._slots_of_variables()}
         let_go = [slot.variable for _, slot in self._slots_of_variables() if not self._has_slot(slot)]
         for variable in (*let_go, *(unwrap(v) for path, v in self.by_path.items() if not self.has(path))):
             free_memory(variable)
 
-    def _save_no_slots(self) -> None:
-        """Keep Keras from saving this rank's slots for all."""
-        for each in (self._optimizer, innermost(self._optimizer)):
-            vars(each)["save_own_variables"] = lambda store: None
+    def give_back(self, model: Any, *, whole: bool) -> None:
+        """Let the optimizer be the model's, if `whole` with the slots of those that have them. Collective."""
+        if self._lent.given_back:
+            return
+        self._lent.give_back(model, self._whole_slots() if whole else None)
+
+    def _whole_slots(self) -> dict[str, tf.Variable]:
+        """Return all slots by path, as their owners have them; else as rank 0 has. Collective."""
+        slots, first = self.slots(), min(self._owners.values(), default=0)
+        whole = {
+            path: tf.Variable(
+                slot.variable if self._has_slot(slot) else tf.zeros(self._slot_shapes[path], slot.variable.dtype),
+                trainable=False,
+            )
+            for path, slot in slots.items()
+        }
+        owners = {
+            path: first if slot.owner is None else self._owners.get(self.owner_of(slot.owner), 0)
+            for path, slot in slots.items()
+        }
+        share_out(self._backend, whole, owners)
+        return whole
+
+    def take_back(self, model: Any) -> None:
+        """Serve with the optimizer again, and with what its slots have become meanwhile."""
+        whole = self._lent.take_back(model)
+        for path, slot in self.slots().items() if whole else ():
+            if path in whole and self._has_slot(slot):
+                slot.variable.assign(whole[path])
 
     def _slots_of_variables(self) -> list[tuple[str, Slot]]:
         return [(path, slot) for path, slot in self.slots().items() if slot.owner is not None]

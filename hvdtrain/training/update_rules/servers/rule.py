@@ -82,7 +82,7 @@ class AsyncUpdate(UpdateRule):
         keys = structure_of(model).by_path(model.trainable_variables)
         variables = dict(zip(keys, model.trainable_variables, strict=True))
         self._owners = self._owners_of({path: int(np.prod(v.shape)) * v.dtype.size for path, v in keys.items()})
-        self._masters = Masters(backend, variables, self._owners if self._divides else {})
+        self._masters = Masters(backend, variables, self._owners if self._divides else {}, opt("update", self.name))
         super().__init__(backend, model, optimizer, options)
         self._layouts: list[ServerLayout] = []
         self._outbox: list[Outgoing] = []
@@ -350,12 +350,18 @@ class AsyncUpdate(UpdateRule):
 
     def named_tensors(self) -> dict[str, NamedTensor]:
         """Return the optimizer state, of each variable on its server."""
+        self._masters.take_back(self.model)
         return self._masters.named_tensors()
 
     def follow_model(self, *, training: bool = True) -> None:
         """Reject training after layers were (un)frozen. Raises ConfigError if the trained variables have changed."""
         if training:
             refuse_frozen(self._variables, self.model, opt("update", self.name))
+            self._masters.take_back(self.model)
+
+    def give_back(self, *, whole: bool) -> None:
+        """Let the optimizer be the model's, if `whole` with the slots of those that have them. Collective."""
+        self._masters.give_back(self.model, whole=whole)
 
     @contextmanager
     def shown_weights(self) -> Iterator[None]:

@@ -49,9 +49,9 @@ class Shard:
         rename(self.master, whole.path)
         self.master.whole = whole
 
-    def cut(self) -> tf.Tensor:
-        """Return the shard of the full variable's current value."""
-        return tf.reshape(self.variable, [-1])[self.begin : self.end]
+    def cut(self, whole: Any = None) -> tf.Tensor:
+        """Return the shard of the full variable's current value, or of another tensor of its shape."""
+        return tf.reshape(self.variable if whole is None else whole, [-1])[self.begin : self.end]
 
     def named_tensor(self, value: Any) -> NamedTensor:
         """Return `value`, of the shard's shape, with its position.

@@ -22,6 +22,7 @@ from hvdtrain.optim.averaging import has_averages, innermost, replaced_weights
 from hvdtrain.optim.fused import fused_updates
 from hvdtrain.optim.precision import has_dynamic_scale
 from hvdtrain.runtime.placement import placement_of
+from hvdtrain.state.lent_optimizer import LentOptimizer
 from hvdtrain.state.named_tensors import NamedTensor, placed_tensor
 from hvdtrain.state.optimizers import slot_tensors
 from hvdtrain.state.structure import structure_of
@@ -69,6 +70,7 @@ class ZeroUpdate(UpdateRule):
         self._targets = [self._shards[id(v)].master if id(v) in self._shards else v for v in model.trainable_variables]
         self._by_path = {shard.path: shard for shard in self._shards.values()}
         self._averages: list[tuple[Any, tf.Tensor]] = []
+        self._lent = LentOptimizer(optimizer, opt("zero", self._stage))
         super().__init__(backend, model, optimizer, options)
         op = (options or StepOptions()).reduce_op
         others = self._split.reducer(OF_SUMS, self._paths)
@@ -107,6 +109,7 @@ class ZeroUpdate(UpdateRule):
 
     def named_tensors(self) -> dict[str, NamedTensor]:
         """Return the optimizer state, sharded for sharded variables."""
+        self._take_back()
         tensors = {}
         for path, (slot, owner) in slot_tensors(self.optimizer, self._targets, self._paths).items():
             variable = None if owner is None else self._variables[owner]
@@ -118,12 +121,46 @@ class ZeroUpdate(UpdateRule):
         """Reject training after layers were (un)frozen. Raises ConfigError if the trained variables have changed."""
         if training:
             refuse_frozen(self._variables, self.model, opt("zero"))
+            self._take_back()
+
+    def give_back(self, *, whole: bool) -> None:
+        """Let the optimizer be the model's, with slots that are all-gathered if `whole`. Collective."""
+        if self._lent.given_back:
+            return
+
+        def gathered() -> dict[str, tf.Tensor]:
+            return {
+                path: slot.read_value() if shard is None else self._whole_of(shard.path, slot, f"zero_slot/{path}")
+                for path, slot, shard in self._slots()
+            }
+
+        gather = tf.function(lambda: self._backend.run(gathered), autograph=False)
+        self._lent.give_back(self.model, gather.get_concrete_function()() if whole else None)
+
+    def _take_back(self) -> None:
+        """Train with the optimizer again, and cut what its slots have become meanwhile."""
+        wholes = self._lent.take_back(self.model)
+        for path, slot, shard in self._slots() if wholes else ():
+            if path in wholes:
+                slot.assign(wholes[path] if shard is None else shard.cut(wholes[path]))
+
+    def _slots(self) -> list[tuple[str, tf.Variable, Shard | None]]:
+        """Return the optimizer's variables by path, with the shard of the variable that each is for."""
+        found = slot_tensors(self.optimizer, self._targets, self._paths).items()
+        return [
+            (path, slot, None if owner is None else self._shards.get(id(self._variables[owner])))
+            for path, (slot, owner) in found
+        ]
 
     def consolidate(self) -> None:
         """All-gather the EMA of the weights, if any. Collective."""
         if not has_averages(self.optimizer):
             return
         inner = innermost(self.optimizer)
+        if self._lent.given_back:
+            held = [(variable, average_of(inner, variable)) for variable in self._variables]
+            self._averages = [(variable, tf.identity(average)) for variable, average in held if average is not None]
+            return
         averages = {path: average_of(inner, target) for path, target in zip(self._paths, self._targets, strict=True)}
 
         def gathered() -> dict[str, tf.Tensor]:
@@ -155,10 +192,7 @@ class ZeroUpdate(UpdateRule):
             # Keras passes the tf.Variable, whose name includes the layers' names.
             decays = is_decayed(inner, shard.variable) and is_decayed(inner, shard.master)
             set_decayed(inner, shard.master, decays)
-        # A saved model would contain this replica's shards as the full optimizer state: it gets none. Keras also saves
-        # the optimizer inside a LossScaleOptimizer.
-        for optimizer in (self.optimizer, inner):
-            vars(optimizer)["save_own_variables"] = lambda store: None
+        self._lent.keep_from_files()
 
     def _apply(self, gradients: Sequence[Gradient]) -> None:
         """Update this replica's shards and all-gather the full variables. Collective."""

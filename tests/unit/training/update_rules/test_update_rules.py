@@ -258,11 +258,47 @@ def test_local_weights_are_not_saved_within_an_epoch(tmp_path):
 def test_a_saved_model_holds_no_slices(tmp_path, stage, precision):
     trainer = Trainer(model(), keras.optimizers.Adam(0.01), "mse", zero=stage, precision=precision)
     checkpoint = keras.callbacks.ModelCheckpoint(tmp_path / "model.keras")
-    trainer.fit((X, X[:, :1]), batch=8, epochs=1, verbose=False, callbacks=[checkpoint])
+    with pytest.warns(UserWarning, match=rf"zero={stage} keeps the optimizer's slots by parts: the file has none"):
+        trainer.fit((X, X[:, :1]), batch=8, epochs=1, verbose=False, callbacks=[checkpoint])
     loaded = keras.models.load_model(tmp_path / "model.keras")
     for saved, weight in zip(loaded.get_weights(), trainer.model.get_weights(), strict=True):
         np.testing.assert_array_equal(saved, weight)
     loaded.fit(X, X[:, :1], verbose=0)
+    with pytest.warns(UserWarning, match="the file has none of them"):
+        trainer.model.save(tmp_path / "again.keras")
+    trainer.model.fit(X, X[:, :1], verbose=0)
+
+
+AFTERWARDS = {
+    "adam": lambda: keras.optimizers.Adam(keras.optimizers.schedules.CosineDecay(0.01, 20)),
+    "ema": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1, use_ema=True, ema_momentum=0.5),
+    "scaled": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01, momentum=0.9), initial_scale=8.0),
+}
+
+
+@pytest.mark.parametrize(("stage", "name"), [(1, "ema"), (3, "scaled"), (3, "adam")])
+def test_the_optimizer_is_the_models_again_after_a_fit(tmp_path, stage, name):
+    def compiled():
+        made = model()
+        made.compile(AFTERWARDS[name](), "mse")
+        return made
+
+    alone, sharded = compiled(), compiled()
+    trainer, fit = Trainer(sharded, zero=stage), {"epochs": 1, "shuffle": False, "verbose": 0}
+    for number, by_trainer in enumerate((True, False, True)):
+        alone.fit(X, X[:, :1], batch_size=8, **fit)
+        if by_trainer:
+            trainer.fit(X, X[:, :1], batch=8, **fit)
+        else:
+            sharded.fit(X, X[:, :1], batch_size=8, **fit)
+        if number == 0:
+            trainer.save(tmp_path / "states")
+        sharded.save(tmp_path / "model.keras")
+        loaded = keras.models.load_model(tmp_path / "model.keras")
+        for held in (sharded, loaded):
+            pair = ([*each.optimizer.variables, *each.weights] for each in (held, alone))
+            for mine, theirs in zip(*pair, strict=True):
+                np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6, err_msg=f"{number} {theirs.path}")
 
 
 def test_the_bound_is_on_the_norm_of_the_whole():
