@@ -81,11 +81,19 @@ def check_options_with_rules(world: World) -> None:
     sweep(world, rules.rule_cases(), ACCUMULATE, ZERO)
 
 
-@worlds("mpirun-2", extended=True, why="every layer, loss and optimizer, updated by servers in step")
-def check_servers(world: World) -> None:
+@worlds("mpirun-2", extended=True, why="every layer, updated by servers in step")
+def check_layers_on_servers(world: World) -> None:
     sweep(world, layers.cases(layers.CORE), SERVED)
+
+
+@worlds("mpirun-2", extended=True, why="every optimizer, regularizer and constraint, updated by servers in step")
+def check_rules_on_servers(world: World) -> None:
     sweep(world, rules.optimizer_cases(), SERVED)
     sweep(world, rules.rule_cases(), SERVED)
+
+
+@worlds("mpirun-2", extended=True, why="every loss, updated by servers in step")
+def check_losses_on_servers(world: World) -> None:
     sweep(world, objectives.loss_cases(), SERVED)
 
 
