@@ -6,6 +6,7 @@ it of hosts that come and go.
 """
 
 import contextlib
+import gc
 import hashlib
 import http.client
 import json
@@ -128,7 +129,8 @@ class Engine:
     """Horovod's threads and connections in this process, as it has started them for a world.
 
     Horovod leaves its connections open when it stops because a rank is lost: ranks that wait for this one, and not for
-    the lost one, would do so until Gloo loses patience. The watchdog looks at it, and cuts them.
+    the lost one, would do so until Gloo loses patience. The watchdog looks at it, and cuts them. What Python has
+    started or opened meanwhile, as another thread of the script does, is none of it.
 
     Args:
         threads_before: what `threads` returned before Horovod started; it just has.
@@ -138,8 +140,9 @@ class Engine:
     ends_job = False
 
     def __init__(self, threads_before: set[str], sockets_before: set[str]) -> None:
-        self._threads = threads() - threads_before
-        self._sockets = set(sockets()) - sockets_before
+        self._threads = threads() - threads_before - {str(each.native_id) for each in threading.enumerate()}
+        pythons = {each.fileno() for each in gc.get_objects() if issubclass(type(each), socket.socket)}
+        self._sockets = {name for name, number in sockets().items() if number not in pythons} - sockets_before
 
     @property
     def stopped(self) -> bool:

@@ -1,6 +1,8 @@
 """Elastic training: options, commits, and what ends a world."""
 
+import _thread
 import json
+import os
 import socket
 import threading
 import time
@@ -105,30 +107,63 @@ def test_a_mistake_ends_more_than_a_world(error, reports, over):
     assert is_over(error, SimpleNamespace(failures=lambda: reports)) is over
 
 
+class ForeignThread:
+    """A thread that Python does not know of, as those of C++, until it is told to end."""
+
+    def __init__(self):
+        self._lock = _thread.allocate_lock()
+        self._lock.acquire()
+        before = threads()
+        _thread.start_new_thread(self._lock.acquire, ())
+        self._number = (threads() - before).pop()
+
+    def end(self):
+        self._lock.release()
+        while self._number in threads():
+            time.sleep(0.001)
+
+
 def test_an_engine_that_has_stopped_cuts_its_connections():
     """Horovod leaves them open, and ranks that wait for this one would wait on."""
     before = threads(), set(sockets())
-    here, there = socket.socketpair()
-    running = threading.Event()
-    thread = threading.Thread(target=running.wait)
-    thread.start()
+    here, there = (each.detach() for each in socket.socketpair())  # Python has no objects of C++'s
+    thread = ForeignThread()
     engine = Engine(*before)
-    with socket.create_server(("127.0.0.1", 0)) as other, here, there:
+    with socket.create_server(("127.0.0.1", 0)) as other:
         engine.look(0.0)
         engine.check()
-        there.settimeout(30)
-        here.send(b"1")
-        assert there.recv(1) == b"1"
-        running.set()
-        thread.join()
-        while str(thread.native_id) in threads():  # the system knows it a little longer than Python
-            time.sleep(0.001)
+        os.write(here, b"1")
+        assert os.read(there, 9) == b"1"
+        thread.end()
         with pytest.raises(Exception, match="Horovod has stopped: a rank is gone"):
             engine.check()
         engine.look(1.0)
-        assert there.recv(1) == b"", "the end"
+        assert os.read(there, 9) == b"", "the end"
         with socket.create_connection(other.getsockname(), timeout=30):
             pass  # what was opened later is none of Horovod's
+    os.close(here)
+    os.close(there)
+
+
+def test_an_engine_leaves_alone_what_the_script_does_while_it_starts():
+    before = threads(), set(sockets())
+    of_engine, running = ForeignThread(), threading.Event()
+    script = threading.Thread(target=running.wait)
+    script.start()
+    here, there = socket.socketpair()
+    engine = Engine(*before)
+    running.set()
+    script.join()
+    while str(script.native_id) in threads():  # the system knows it a little longer than Python
+        time.sleep(0.001)
+    engine.check()
+    of_engine.end()
+    assert engine.stopped
+    engine.cut()
+    with here, there:
+        there.settimeout(30)
+        here.send(b"1")
+        assert there.recv(1) == b"1"
 
 
 def test_hosts_that_change_are_noted_until_the_next_world(monkeypatch):
