@@ -3,14 +3,10 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import Any
 
 from hvdtrain.compat import unlike
-
-if TYPE_CHECKING:
-    import tensorflow as tf
-
 
 # Graphs and functions
 
@@ -124,9 +120,6 @@ def outside_of_strategy() -> Iterator[None]:
         distribute_lib._pop_per_thread_mode()
 
 
-_SCOPES = {"variable_capturing_scope": "first", "invalid_creator_scope": "second"}
-
-
 def compiled(body: Any, *, reduce_retracing: bool = False) -> Any:
     """Compile `body` without autograph, and without TensorFlow's warning where every trainer compiles its own.
 
@@ -144,22 +137,21 @@ def copied_function(function: Any) -> Any:
     return function._clone(None)
 
 
-def trace_number(graph: "tf.Graph") -> str:
-    """Return whether a FuncGraph is a `tf.function`'s "first" or "second" trace; else empty.
+def is_branch(graph: Any) -> bool:
+    """Return whether a FuncGraph is a branch of tf.cond or tf.switch_case. Assumes control_flow_v2_func_graphs."""
+    from tensorflow.python.ops import control_flow_v2_func_graphs
 
-    Only the first may create variables; TensorFlow retraces a function that did. Assumes the names of the
-    variable-creator scopes of both traces. Raises CompatibilityError if they differ: ranks would name collectives
-    differently and deadlock.
+    return isinstance(graph, control_flow_v2_func_graphs.CondBranchFuncGraph)
+
+
+def writes_resource(op: Any, handle: Any) -> bool:
+    """Return whether an op of a graph, or a function that it calls, may write a resource, one of its inputs.
+
+    Assumes auto_control_deps_utils, by which tf.function orders the ops that use a resource.
     """
-    from tensorflow.python.eager.polymorphic_function import polymorphic_function
+    from tensorflow.python.framework import auto_control_deps_utils
 
-    begin = polymorphic_function.Function._initialize
-    inner = {constant.co_name for constant in begin.__code__.co_consts if isinstance(constant, CodeType)}
-    if not set(_SCOPES) <= inner:
-        raise unlike("tensorflow", trace_number, f"tf.function traces in {' and '.join(_SCOPES)}")
-    names = [getattr(creator, "__name__", "") for _, creator in graph._variable_creator_stack]  # none of a partial
-    found = [_SCOPES[name] for name in names if name in _SCOPES]
-    return found[-1] if found else ""
+    return any(each is handle for each in auto_control_deps_utils.get_read_write_resource_inputs(op)[1])
 
 
 def tape_options(tape: Any) -> tuple[bool, bool]:

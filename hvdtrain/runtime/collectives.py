@@ -17,6 +17,7 @@ from hvdtrain.runtime.guarded import guarded, kept
 from hvdtrain.runtime.hierarchy import sum_by_host
 from hvdtrain.runtime.packing import pack, unpack
 from hvdtrain.runtime.tuning import fuses
+from hvdtrain.runtime.turns import turn_of
 
 ReduceOp = Literal["sum", "average", "adasum", "min", "max", "product"]
 
@@ -260,8 +261,12 @@ class AxisCollectives:
     ) -> list[tf.Tensor]:
         """Call one of Horovod's operations, under the full name and kept what it is."""
         full = collective_name(self.group.axis, name)
-        inputs = [guarded(tensor) for tensor in tensors]
+        turn = turn_of(self.group.process_set)
+        with tf.control_dependencies([] if turn is None else turn.before()):
+            inputs = [guarded(tensor) for tensor in tensors]
         outputs = operation(inputs, name=full, ignore_name_scope=True, process_set=self.group.process_set, **options)
+        if turn is not None:
+            turn.after(outputs[0].op)
         return list(kept(outputs, full))
 
 

@@ -1,5 +1,6 @@
 """`hvdtrain.allreduce`, `hvdtrain.all_gather` and the like on real ranks, against NumPy."""
 
+import threading
 from typing import Any
 
 import keras
@@ -147,3 +148,74 @@ def check_jacobians_and_repeated_gradients(world: World) -> None:
         np.testing.assert_allclose(jacobian, np.diag([2.0, 4.0]) * average)
         np.testing.assert_allclose(of_first, np.array([2.0, 4.0]) * average)
         np.testing.assert_allclose(of_second, [2.0, 2.0])
+
+
+class Learner:
+    """A function that is compiled by itself, whose data one rank has later than those of what is called after it."""
+
+    def __init__(self, is_late: bool, reduce: Any) -> None:
+        self._others = threading.Event()
+        """Set when data of another learner have come."""
+        self._is_late = is_late
+        self._reduce = reduce
+        self.learn = tf.function(lambda x: self.reduced(x))
+
+    def reduced(self, x: tf.Tensor) -> tf.Tensor:
+        value = tf.numpy_function(self._come, [x], tf.float32, stateful=False)
+        return self._reduce(tf.ensure_shape(value, []))
+
+    def _come(self, value: np.ndarray) -> np.ndarray:
+        if self._is_late:  # no longer than that: they come when this one is done
+            self._others.wait(0.1)
+        else:
+            self._others.set()
+        return value
+
+
+def tape_of(tape: Any) -> Any:
+    """Return a function that reduces its argument as the gradient of a loss."""
+    variable = tf.Variable(0.0)
+
+    def reduce(x: tf.Tensor) -> Any:
+        with tf.GradientTape() as recorded:
+            loss = variable * x
+        return tape(recorded).gradient(loss, variable)
+
+    return reduce
+
+
+@worlds("mpirun-2")
+@worlds("gloo-2", extended=True)
+def check_functions_that_are_called_within_one_exchange_one_after_another(world: World) -> None:
+    """Whether they were traced alone, by all ranks or one; in pairs, twice, in loops and branches, beside others."""
+    ranks = np.arange(world.size)
+    mine, other = float(world.rank), 100.0 + world.rank
+    first, second = ranks.mean(), 100.0 + ranks.mean()
+
+    def learners(reduce: Any) -> list[Learner]:
+        found = [Learner(world.rank == late, reduce) for late in (0, 1)]
+        found[0]._others = found[1]._others
+        return found
+
+    for reduce in (hvdtrain.allreduce, tape_of(hvd.DistributedGradientTape)):
+        a, b = learners(reduce)
+        a.learn(tf.constant(mine))
+        if world.rank == 0:  # the other rank traces it within the functions below
+            b.learn.get_concrete_function(tf.constant(mine))
+        branch = tf.function(lambda x, a=a: tf.cond(x >= 0.0, lambda: a.reduced(x), lambda: x), autograph=False)
+
+        def looped(p: tf.Tensor, q: tf.Tensor, a: Learner = a) -> Any:
+            return tf.unstack(tf.map_fn(lambda x: a.learn(x) + a.reduced(x), tf.stack([p, q])))
+
+        cases: dict[str, Any] = {
+            "a pair": lambda p, q, a=a, b=b: (a.learn(p), b.learn(q)),
+            "twice": lambda p, q, a=a: (a.learn(p), a.learn(q)),
+            "a call last": lambda p, q, a=a, b=b: (a.reduced(p), b.learn(q)),
+            "a call first": lambda p, q, a=a, b=b: (a.learn(p), b.reduced(q)),
+            "branches": lambda p, q, branch=branch: (branch(p), branch(q)),
+            "a loop": looped,
+        }
+        for name, function in cases.items():
+            found = tf.function(function, autograph=False)(tf.constant(mine), tf.constant(other))
+            times = 2.0 if name == "a loop" else 1.0
+            np.testing.assert_array_equal(found, [times * first, times * second], err_msg=name)

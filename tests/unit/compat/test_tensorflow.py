@@ -5,7 +5,7 @@ import unittest.mock
 
 import pytest
 import tensorflow as tf
-from tensorflow.python.eager.polymorphic_function import atomic_function, polymorphic_function
+from tensorflow.python.eager.polymorphic_function import atomic_function
 from tensorflow.python.framework import ops
 from tensorflow.python.ops import gen_dataset_ops
 
@@ -179,20 +179,47 @@ def releases_graphs():
     assert len(ops.gradient_registry._registry) == before
 
 
-@CONTRACTS.of(compat.trace_number)
-def numbers_traces():
-    made, seen = [], []
+@CONTRACTS.of(compat.is_branch)
+def knows_branches():
+    found = []
+
+    def note(value):
+        found.append(compat.is_branch(tf.compat.v1.get_default_graph()))
+        return value
 
     @tf.function(autograph=False)
-    def function():
-        seen.append(compat.trace_number(tf.compat.v1.get_default_graph()))
-        if not made:
-            made.append(tf.Variable(1.0))
-        return made[0].read_value()
+    def function(x):
+        tf.while_loop(lambda x: x < 3.0, note, [x])
+        tf.switch_case(tf.cast(x, tf.int32), [lambda: note(x), lambda: x])
+        return note(tf.cond(x > 0.0, lambda: note(x), lambda: x))
 
-    function()
-    assert seen == ["first", "second"]
-    assert compat.trace_number(tf.Graph()) == ""
+    function.get_concrete_function(tf.constant(1.0))
+    assert found == [False, True, True, False]
+    assert not compat.is_branch(tf.Graph())
+
+
+@CONTRACTS.of(compat.writes_resource)
+def knows_what_writes_a_variable():
+    variable = tf.Variable(1.0)
+    read, write = tf.function(lambda: variable + 1.0), tf.function(lambda: variable.assign(2.0))
+
+    @tf.function(autograph=False)
+    def function(x):
+        tf.cond(x > 0.0, lambda: variable.read_value(), lambda: x)
+        tf.cond(x > 0.0, lambda: variable.assign(x), lambda: x)
+        variable.assign_add(x)
+        return variable.read_value() + read() + write()
+
+    graph = function.get_concrete_function(tf.TensorSpec([])).graph
+    handle = graph.capture(variable.handle)
+    ops_of = [op for op in graph.get_operations() if any(each is handle for each in op.inputs)]
+    found = [(op.type, compat.writes_resource(op, handle)) for op in ops_of]
+    assert [each for each in found if each[0] == "If"] == [("If", False), ("If", True)]
+    assert [writes for kind, writes in found if kind == "StatefulPartitionedCall"] == [False, True]
+    assert {each for each in found if each[0].endswith("VariableOp")} == {
+        ("ReadVariableOp", False),
+        ("AssignAddVariableOp", True),
+    }
 
 
 @CONTRACTS.of(compat.tape_options)
@@ -378,17 +405,6 @@ def is_in_another_order():
 
 
 test_contract, test_every_function_has_a_contract = CONTRACTS.tests()
-
-
-def test_scopes_of_another_name_are_refused(monkeypatch):
-    """Ranks would number collectives otherwise, and wait for one another for ever."""
-
-    def initialize(self, *arguments):
-        raise AssertionError("not called")
-
-    monkeypatch.setattr(polymorphic_function.Function, "_initialize", initialize)
-    with pytest.raises(CompatibilityError, match=rf"trace_number relies on it\. Received: tensorflow {tf.__version__}"):
-        compat.trace_number(tf.Graph())
 
 
 @pytest.mark.parametrize(

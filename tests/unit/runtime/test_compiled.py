@@ -1,4 +1,4 @@
-"""Names of collectives in functions that TensorFlow traces more than once."""
+"""Names of collectives in functions that TensorFlow traces more than once, or calls within one another."""
 
 from functools import partial
 
@@ -6,36 +6,53 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.runtime.compiled import numbered
+from hvdtrain.runtime.compiled import names_under, numbered
 
 
-def names_of(layer, calls=1):
-    """Return the names that each trace of a nested function has used, for layers whose variables exist or do not."""
+def test_every_trace_of_a_function_uses_the_same_names():
+    """A rank that creates variables, or meets another shape, and one that does not exchange under the same names."""
     traces = []
 
-    @tf.function
-    def inner(x):
-        traces.append([numbered("gradients"), numbered("gradients")])
-        return layer(x)
+    def functions_of(layer):
+        @tf.function
+        def inner(x):
+            traces.append([numbered("gradients"), numbered("gradients")])
+            return layer(x)
 
-    @tf.function
-    def outer(x):
-        for _ in range(calls):
-            x = inner(x)
-        traces.append([numbered("gradients")])
-        return x
+        @tf.function
+        def outer(*inputs):
+            for x in inputs:
+                inner(x)
+            traces.append([numbered("gradients")])
 
-    outer(tf.ones((2, 3)))
-    return traces
+        return inner, outer
 
-
-def test_a_second_trace_takes_the_names_of_the_first():
-    """A rank that creates variables and one that has them already exchange under the same names."""
-    built = keras.layers.Dense(3)
+    built, own, around = keras.layers.Dense(3), ["gradients", "gradients#2"], ["gradients"]
     built(np.ones((2, 3)))
-    exists, creates = names_of(built), names_of(keras.layers.Dense(3))
-    assert exists == [["gradients", "gradients#2"], ["gradients#3"]]
-    assert creates == [exists[0], *exists]
+    inner, outer = functions_of(built)
+    outer(tf.ones((2, 3)))
+    inner(tf.ones((5, 3)))
+    assert traces == [own, around, own]
+    traces.clear()
+    functions_of(keras.layers.Dense(3))[1](tf.ones((2, 3)), tf.ones((4, 3)))
+    assert [each for each in traces if each not in (own, around)] == []
+    assert len(traces) > 3, "nothing was traced twice"
+
+
+def test_branches_and_loops_are_numbered_with_the_function_around():
+    traces = []
+
+    def note(value):
+        traces.append(numbered("gradients"))
+        return value
+
+    @tf.function(autograph=False)
+    def function(x):
+        tf.while_loop(lambda x: x < 3.0, note, [x])
+        return note(tf.cond(x > 0.0, lambda: note(x), lambda: note(x)))
+
+    function.get_concrete_function(tf.constant(1.0))
+    assert traces == ["gradients", "gradients#2", "gradients#3", "gradients#4"]
 
 
 def test_creators_of_variables_that_have_no_name():
@@ -52,17 +69,21 @@ def test_creators_of_variables_that_have_no_name():
     assert traces == ["gradients"]
 
 
-def test_functions_that_both_run_have_names_of_their_own():
+def test_a_prefix_names_what_a_function_uses_and_what_functions_in_it_do():
     traces = []
 
-    def make(layer):
-        @tf.function
-        def inner(x):
+    @tf.function(autograph=False)
+    def inner(x):
+        traces.append(numbered("gradients"))
+        return x
+
+    @tf.function(autograph=False)
+    def outer(x):
+        with names_under("stage"):
             traces.append(numbered("gradients"))
-            return layer(x)
+            x = inner(x)
+        traces.append(numbered("gradients"))
+        return x
 
-        return inner
-
-    functions = [make(keras.layers.Dense(3)) for _ in range(2)]
-    tf.function(lambda x: [function(x) for function in functions])(tf.ones((2, 3)))
-    assert traces == ["gradients", "gradients", "gradients#2", "gradients#2"]
+    outer(tf.ones(2))
+    assert traces == ["stage/gradients", "stage/gradients#2", "gradients#3"]
