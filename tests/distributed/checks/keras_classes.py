@@ -16,7 +16,7 @@ OF_LAUNCHERS = ("OMPI_", "PMIX_", "HOROVOD_")
 
 
 def check_a_sample_of_keras(world: World) -> None:
-    sweep(world, {"Muon": rules.optimizer_cases("float32")["Muon"]}, SERVED)
+    sweep(world, {"Muon": rules.optimizer_cases_in_32_bits()["Muon"]}, SERVED)
     sample = {
         "Normalization": layers.PREPROCESSING["Normalization"].case(),
         "Huber": objectives.loss_cases()["Huber(reduction='mean_with_sample_weight')"],
@@ -100,7 +100,7 @@ def check_losses_on_servers(world: World) -> None:
 @worlds("mpirun-2", extended=True, why="every optimizer, under every update rule")
 def check_optimizers_in_32_bits(world: World) -> None:
     """They multiply by the learning rate, which has 32 bits where Keras' has: one in 64 fails, and hides elsewhere."""
-    named = {name: case for name, case in rules.optimizer_cases("float32").items() if name in rules.OPTIMIZERS}
+    named = rules.optimizer_cases_in_32_bits()
     sweep(world, named, ZERO, SERVED, "local steps")
     sweep(world, {name: named[name] for name in ("Adam", "Muon")}, *LOOSE)
 

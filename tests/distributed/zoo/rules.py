@@ -1,6 +1,7 @@
 """A model with each of Keras' optimizers, schedules, regularizers, constraints and callbacks."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ UNDER_ZERO: Mapping[str, str] = {
     "Adam": f"(clipnorm=…), which {WHOLE}",
 }
 UNDER_SERVERS: Mapping[str, str] = {
-    "Adagrad": "(global_clipnorm=…) does not go with update=",
+    "Adagrad": "(global_clipnorm=…) does not go with update='async'",
     "LossScaleOptimizer": "each worker would have a scale of its own",
     "MultiOptimizer": "each server updates its own variables",
     "ScheduleFreeAdamW": "has slots for whole variables already",
@@ -73,10 +74,14 @@ UNDER_SERVERS: Mapping[str, str] = {
 
 
 def refused(name: str) -> dict[str, str]:
-    paced = [name for name, options in LOOSE.items() if "update" in options]
-    tables = {ZERO: UNDER_ZERO, **dict.fromkeys((SERVED, *paced), UNDER_SERVERS)}
-    found = {variation: table[name] for variation, table in tables.items() if name in table}
-    return found | ({"local steps": UNDER_SERVERS[name]} if name == "LossScaleOptimizer" else {})
+    tables = {ZERO: UNDER_ZERO, SERVED: UNDER_SERVERS}
+    return {variation: table[name] for variation, table in tables.items() if name in table}
+
+
+def refused_where_loose(name: str) -> dict[str, str]:
+    """As `refused`, under update rules that train otherwise than one process."""
+    loose = [each for each, options in LOOSE.items() if "update" in options or name == "LossScaleOptimizer"]
+    return dict.fromkeys(loose, UNDER_SERVERS[name].removesuffix("'async'")) if name in UNDER_SERVERS else {}
 
 
 SCHEDULES: Mapping[str, Callable[[], Any]] = {
@@ -137,7 +142,21 @@ def compiled_with(optimizer: Callable[[], Any]) -> Callable[[], Mapping[str, Any
     return lambda: {"optimizer": optimizer(), "loss": "mse", "metrics": ["mae"]}
 
 
-def optimizer_cases(dtype: str = "float64") -> dict[str, Case]:
+def optimizer_cases_in_32_bits() -> dict[str, Case]:
+    """Return the cases of optimizers for all update rules; the table of docs has those in 64 bits."""
+    return {
+        name: replace(
+            case,
+            dtype="float32",
+            unequal=dict.fromkeys(LOOSE, "ranks differ between two averages"),
+            refused=refused(name) | refused_where_loose(name),
+        )
+        for name, case in optimizer_cases().items()
+        if name in OPTIMIZERS
+    }
+
+
+def optimizer_cases() -> dict[str, Case]:
     found = {
         name: Case(
             normalized,
@@ -145,8 +164,6 @@ def optimizer_cases(dtype: str = "float64") -> dict[str, Case]:
             TARGETS,
             compiled_with(make),
             built=name == "ScheduleFreeAdamW",
-            dtype=dtype,
-            unequal=dict.fromkeys(LOOSE, "ranks differ between two averages"),
             refused=refused(name),
         )
         for name, make in OPTIMIZERS.items()
