@@ -85,9 +85,10 @@ def check_passes(data: TrainingData, total_steps: int) -> None:
     """Verify that no pass over the samples ends within an epoch. Raises ConfigError naming both lengths."""
     steps, whole = data.steps_per_epoch, data.pass_steps
     if whole is not None and whole % steps and total_steps > whole:
+        endless = getattr(data, "endless", "leave it out")
         raise ConfigError(
             f"A pass over the data has {whole} steps, which {opt('steps_per_epoch', steps)} does not divide: Keras "
-            "would interrupt an epoch where the data run out. Use a divisor, leave it out, or repeat() the Dataset."
+            f"would interrupt an epoch where the data run out. Use a divisor, or {endless}."
         )
 
 

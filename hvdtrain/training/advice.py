@@ -87,6 +87,9 @@ def compression_warning(compression: CompressionName, cost: float) -> str | None
 TINY_BATCH = 8
 """Samples per rank and step below which overhead and communication dominate."""
 
+FEW_TINY_STEPS = 1000
+"""Steps of so few samples take seconds, of which nothing is to be gained."""
+
 MOST_IDLE = 0.25
 """Pipeline bubble, as a fraction of the time, above which a warning is given."""
 
@@ -99,6 +102,8 @@ class Announcer:
         self._options = options
         self._notes = notes
         self._compression_cost: float | None = None
+        self._advised: set[str] = set()
+        """What was advised before an earlier `fit`, and is not said again."""
 
     def announce(
         self,
@@ -113,7 +118,9 @@ class Announcer:
         if self._compression_cost is None:
             self._compression_cost = compression_cost(self._backend, state.parameters(), self._options.compression)
         observers.on_start(info)
-        lines = advice(info, self._options, compression_cost=self._compression_cost, narrow_outputs=narrow_outputs)
+        advised = advice(info, self._options, compression_cost=self._compression_cost, narrow_outputs=narrow_outputs)
+        lines = [line for line in advised if line not in self._advised]
+        self._advised.update(advised)
         lines += notes_on(self._options, facts=job_facts(self._backend))
         lines += repeated_rows(state.model, state.optimizer)
         session = current()
@@ -169,7 +176,7 @@ def repeated_rows(model: Any, optimizer: Any) -> list[str]:
 
 
 def _tiny(info: RunInfo) -> str | None:
-    if info.microbatch >= TINY_BATCH:
+    if info.microbatch >= TINY_BATCH or info.total_steps - info.start_step < FEW_TINY_STEPS:
         return None
     remedy = (
         f"a smaller {opt('accumulate')}, a larger {opt('batch')}" if info.accumulate > 1 else f"a larger {opt('batch')}"

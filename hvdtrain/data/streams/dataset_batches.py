@@ -30,6 +30,8 @@ class DatasetTraining:
         starts_over: whether a pass may end within an epoch.
     """
 
+    endless = "leave it out, or repeat() the Dataset"
+    """What to do with a finite one whose epochs are no part of a pass."""
     remedy = (
         "What helps: map() with num_parallel_calls=tf.data.AUTOTUNE and with TensorFlow's own operations, and cache() "
         "where the decoded samples fit."

@@ -86,6 +86,9 @@ class PyDatasetTraining:
         ConfigError: steps_per_epoch is missing.
     """
 
+    endless = (
+        "leave it out, or let the PyDataset never end: num_batches = None, and batch number % N in __getitem__(number)"
+    )
     remedy = "What helps: more workers=… of the PyDataset, and less work in its __getitem__."
 
     def __init__(
