@@ -34,7 +34,7 @@ from hvdtrain.training.loop.loop import Plan
 BATCH_SIZE = 32
 """Default samples per rank and step for arrays, as in Keras."""
 VALIDATION_BATCH = 256
-"""Default samples per evaluation step over all ranks."""
+"""Default samples per evaluation step over all ranks, where none are given for training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +119,8 @@ class FitArguments:
         check_passes(training, self.epochs * training.steps_per_epoch)
         if held_out is None:
             return training, None
-        per_rank = self.validation_batch_size or (self.batch_size if self.validation_batch is None else None)
-        batch = global_batch(per_rank, self.validation_batch, backend) or VALIDATION_BATCH
+        batch = global_batch(self.validation_batch_size, self.validation_batch, backend)
+        batch = batch or self.batch_for(data, backend) or VALIDATION_BATCH
         return training, evaluation_data(held_out, backend, batch=batch, steps=self.validation_steps, shard=self.shard)
 
     def plan(self, scalars: Scalars, steps_per_epoch: int) -> Plan:
