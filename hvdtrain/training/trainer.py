@@ -18,7 +18,7 @@ from hvdtrain.data.batch import Batch
 from hvdtrain.data.streams.python_batches import as_function
 from hvdtrain.optim.precision import precision
 from hvdtrain.training.agreement import agree_on_call
-from hvdtrain.training.evaluation.evaluate import Score, Scores, as_keras_returns
+from hvdtrain.training.evaluation.evaluate import as_keras_returns
 from hvdtrain.training.evaluation.predict import build_for, own_outputs, prediction_batches
 from hvdtrain.training.fit_arguments import (
     VALIDATION_BATCH,
@@ -134,11 +134,11 @@ class Trainer(FittingTrainer):
             initial_epoch: epochs trained before this call; epochs are counted from there.
             steps_per_epoch: needed for an infinite Dataset, and for a generator object.
             validation_steps: number of validation batches to evaluate; default: all.
-            validation_batch_size: samples per evaluation step and rank; default: `batch_size`.
+            validation_batch_size: samples per evaluation step and rank; default: as for training.
             validation_freq: evaluate every N epochs, or after those in a list, counted from 1.
             batch: samples per step over all ranks, instead of `batch_size`.
             validation_batch: samples per evaluation step over all ranks, instead of `validation_batch_size`; default:
-                256, unless `batch_size` is given.
+                as for training, or 256 with batches in `x` and arrays in `validation_data`.
             log_every: steps between two logged steps.
             shard: "rank" if each rank passes its own part of the data (validation data too), in arrays or in its own
                 batches; None if every rank passes all of them.
@@ -209,7 +209,7 @@ class Trainer(FittingTrainer):
         *,
         batch: int | None = None,
         shard: str | None = None,
-    ) -> Score | Scores | dict[str, Any]:
+    ) -> float | list[Any] | dict[str, Any]:
         """Return loss and metrics over all samples, each counted once, as `Model.evaluate` does. Collective.
 
         As there, the losses of several outputs are means over batches, of which the last may be smaller.
@@ -245,7 +245,8 @@ class Trainer(FittingTrainer):
         batches = evaluation_data(data, self.backend, batch=size, steps=steps, shard=shard)
         outcome = self.evaluate_on(batches, callbacks or ())
         show_evaluation(outcome, self.backend, verbose)
-        return dict(sorted(outcome.as_dict().items())) if return_dict else outcome.as_keras(self.model)
+        results = outcome.as_dict()
+        return dict(sorted(results.items())) if return_dict else as_keras_returns(self.model, results)
 
     def predict(
         self,
@@ -349,11 +350,11 @@ class Trainer(FittingTrainer):
 
     def test_on_batch(
         self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False
-    ) -> Score | Scores | dict[str, Any]:
+    ) -> float | list[Any] | dict[str, Any]:
         """Return loss and metrics of a batch as Keras does; arguments as for `train_on_batch`. Collective."""
         batch, _ = self._one_batch("test_on_batch", combined(inputs_alone(self.model, x, y), y, sample_weight), None)
-        outcome = self.evaluate_on([batch])
-        return outcome.as_dict() if return_dict else outcome.as_keras(self.model)
+        results = self.evaluate_on([batch]).as_dict()
+        return results if return_dict else as_keras_returns(self.model, results)
 
     def _one_batch(self, call: str, data: Any, class_weight: Mapping[int, float] | None) -> tuple[Batch, int]:
         """Return this replica's part of a batch, and the samples of all parts. Collective."""

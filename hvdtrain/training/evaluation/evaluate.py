@@ -102,14 +102,6 @@ class Evaluation:
         """Return loss and metrics by name."""
         return ({} if self.loss is None else {"loss": self.loss}) | self.metrics
 
-    def as_keras(self, model: Any) -> "Scores | Score":
-        """Return what `evaluate` of `model` returns: a number, or a list of several."""
-        found = self.as_dict()
-        values = as_keras_returns(model, found)
-        scores = Scores(values) if isinstance(values, list) else Score(values)
-        scores.evaluation, scores.names = self, as_keras_returns(model, {name: name for name in found})
-        return scores
-
 
 def as_keras_returns(model: Any, results: Mapping[str, Any]) -> Any:
     """Return results by name as Keras returns them: a number, or a list of several."""
@@ -125,51 +117,6 @@ def evaluation_of(results: Mapping[str, Value], seconds: float) -> Evaluation:
         metrics={name: value for name, value in results.items() if name != "loss"},
         seconds=seconds,
     )
-
-
-class _Named:
-    """Access by name, in addition to what Keras' `evaluate` returns."""
-
-    evaluation: Evaluation
-    names: list[str]
-    """Of the numbers, in their order: of several outputs, the losses come before the metrics."""
-
-    @property
-    def loss(self) -> float | None:
-        """The loss."""
-        return self.evaluation.loss
-
-    @property
-    def metrics(self) -> dict[str, Any]:
-        """Metrics by name."""
-        return self.evaluation.metrics
-
-    @property
-    def seconds(self) -> float:
-        """Wall time of the evaluation."""
-        return self.evaluation.seconds
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return loss and metrics by name."""
-        return self.evaluation.as_dict()
-
-
-class Score(_Named, float):
-    """The loss of a model without metrics: `score < 1`, `f"{score:.3f}"`."""
-
-    def __getitem__(self, name: str) -> Any:
-        return self.as_dict()[name]
-
-
-class Scores(_Named, list[Any]):
-    """Loss and metrics: `loss, accuracy = scores`, `scores[0]`, and by name, `scores["accuracy"]`."""
-
-    def __getitem__(self, place: Any) -> Any:
-        return self.as_dict()[place] if isinstance(place, str) else super().__getitem__(place)
-
-    def __repr__(self) -> str:
-        values = super().__repr__()
-        return f"{values} ({', '.join(self.names)})" if len(self.names) == len(self) else values
 
 
 def is_stopped(model: Any, attribute: str, ranks: int) -> bool:

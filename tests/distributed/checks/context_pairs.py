@@ -188,8 +188,8 @@ def compare_figures(trainer: Any, reference: Any) -> None:
     with alone():
         outputs = reference(x).numpy()
     assert np.abs(trainer.predict(x) - outputs).max() <= 1e-9 * np.abs(outputs).max(), "predict"
-    scores = trainer.evaluate((x, y), batch=BATCH, verbose=False)
-    assert abs(scores.loss - float(tf.reduce_mean(values(y, outputs)))) <= 1e-9
+    scores = trainer.evaluate((x, y), batch=BATCH, verbose=False, return_dict=True)
+    assert abs(scores["loss"] - float(tf.reduce_mean(values(y, outputs)))) <= 1e-9
     assert abs(scores["accuracy"] - np.mean(outputs.argmax(-1) == y)) <= 1e-6
 
 

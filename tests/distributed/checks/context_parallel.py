@@ -183,7 +183,7 @@ def check_what_is_around_split_sequences(world: World) -> None:
         model = hvdtrain.parallelize(gpt)
         trainer = hvdtrain.Trainer(model, sgd(**average), LOSS, backend=mesh.backend, **options)
         trainer.fit((x, y), validation_data=(x, y), **FIT)
-        weights, scores, outputs = copied(model), trainer.evaluate((x, y)), trainer.predict(x)
+        weights, scores, outputs = copied(model), trainer.evaluate((x, y), return_dict=True), trainer.predict(x)
         assert np.abs(model(x[:3]).numpy() - gpt_of(weights)(x[:3]).numpy()).max() <= 1e-5, "a call of the model"
         trainer.save(folder)
     reference, optimizer = gpt(), sgd(**average)
@@ -195,7 +195,7 @@ def check_what_is_around_split_sequences(world: World) -> None:
     whole = reference(x).numpy()
     assert outputs.shape == whole.shape
     assert np.abs(outputs - whole).max() <= 1e-5 * np.abs(whole).max(), "predict"
-    assert abs(scores.loss - float(tf.reduce_mean(values(y, whole)))) <= 1e-5
+    assert abs(scores["loss"] - float(tf.reduce_mean(values(y, whole)))) <= 1e-5
     assert abs(scores["accuracy"] - np.mean(whole.argmax(-1) == y)) <= 1e-6
     with on_mesh(world, "dp=-1") as plain:
         again = hvdtrain.Trainer(gpt(), sgd(**average), LOSS, backend=plain.backend, clip_norm=0.5)

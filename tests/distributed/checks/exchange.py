@@ -125,5 +125,5 @@ def check_a_rank_without_samples(world: World) -> None:
     x = np.arange(9, dtype="float32").reshape(9, 1)
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")])
     trainer = hvdtrain.Trainer(model, keras.optimizers.SGD(0.0), "mse", backend=world.backend)
-    outcome = trainer.evaluate((x, np.zeros((9, 1), "float32")), batch=4)
-    np.testing.assert_allclose(outcome.loss, np.mean(np.arange(9.0) ** 2), rtol=1e-6)
+    outcome = trainer.evaluate((x, np.zeros((9, 1), "float32")), batch=4, return_dict=True)
+    np.testing.assert_allclose(outcome["loss"], np.mean(np.arange(9.0) ** 2), rtol=1e-6)

@@ -153,8 +153,8 @@ def compare_what_is_around(trainer: hvdtrain.Trainer, logs: dict[str, float], ex
     """Compare prediction, evaluation and the figures that callbacks get with those of one process."""
     outputs = trainer.predict(data()[0], batch=BATCH)
     assert relative_error([outputs], [expected.outputs]) <= 1e-9
-    scores = trainer.evaluate(data(), batch=BATCH, verbose=False)
-    assert abs(scores.loss - expected.loss) <= 1e-6 * expected.loss, scores
+    scores = trainer.evaluate(data(), batch=BATCH, verbose=False, return_dict=True)
+    assert abs(scores["loss"] - expected.loss) <= 1e-6 * expected.loss, scores
     assert abs(logs["val_loss"] - expected.loss_of_weights) <= 1e-6 * expected.loss_of_weights, logs
     assert abs(scores["accuracy"] - expected.accuracy) <= 1e-6, scores
 

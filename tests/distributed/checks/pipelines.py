@@ -333,7 +333,7 @@ def check_stages_are_saved_and_restored_in_any_layout(world: World) -> None:
     with on_mesh(world, "pp=2") as mesh:
         trainer = trained(mesh, model_of("float64", tied=True), OPTIMIZERS["adam"](), epochs=1)
         trainer.save(folder)
-        expected = trainer.evaluate((x, y), verbose=0).loss
+        expected = trainer.evaluate((x, y), verbose=0, return_dict=True)["loss"]
     for axes, options in (("dp=-1", {}), ("pp=2", {"pipeline_stages": ("dense1",)})):
         with on_mesh(world, axes) as mesh:
             model = model_of("float64", tied=True)
@@ -342,7 +342,7 @@ def check_stages_are_saved_and_restored_in_any_layout(world: World) -> None:
             )
             other.fit((x, y), batch=BATCH, epochs=1, verbose=False)
             other.restore(folder)
-            assert abs(other.evaluate((x, y), verbose=0).loss - expected) < 1e-12, axes
+            assert abs(other.evaluate((x, y), verbose=0, return_dict=True)["loss"] - expected) < 1e-12, axes
     world.gather(b"")
     if world.rank == 0:
         shutil.rmtree(folder)

@@ -91,9 +91,9 @@ def check_parts_of_any_length_train_as_one_process_does(world: World) -> None:
         assert relative_error(weights, expected) <= 1e-9, (name, relative_error(weights, expected))
         assert world.same_everywhere(flat_bytes(weights)), name
         if name in ("batches of a dataset", "generator"):  # arrays: check_validation_parts_count_each_sample_once
-            found = trainer.evaluate(data, shard="rank", verbose=0)
-            alike = trainer.evaluate(whole, batch=ROWS * world.size, verbose=0)
-            np.testing.assert_allclose(found.loss, alike.loss, rtol=1e-9, err_msg=name)
+            found = trainer.evaluate(data, shard="rank", verbose=0, return_dict=True)
+            alike = trainer.evaluate(whole, batch=ROWS * world.size, verbose=0, return_dict=True)
+            np.testing.assert_allclose(found["loss"], alike["loss"], rtol=1e-9, err_msg=name)
 
 
 @worlds("mpirun-2", extended=True)

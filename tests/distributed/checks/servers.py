@@ -92,11 +92,11 @@ def check_evaluation_and_prediction_are_those_of_one_process(world: World) -> No
     metrics = ["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(2, name="top2")]
     trainer = hvdtrain.Trainer(classifier, "sgd", CROSSENTROPY, metrics, backend=world.backend)
     for batch in (16, 1000):
-        outcome = trainer.evaluate((x, y), batch=batch)
+        outcome = trainer.evaluate((x, y), batch=batch, return_dict=True)
         logits = trainer.predict(x, batch=batch)
         np.testing.assert_allclose(logits, trainer.model(x).numpy(), rtol=1e-5, atol=1e-6)
-        assert round(outcome.metrics["accuracy"] * 101) == int((logits.argmax(1) == y).sum())
-        np.testing.assert_allclose(outcome.loss, float(CROSSENTROPY(y, logits)), rtol=1e-5)
+        assert round(outcome["accuracy"] * 101) == int((logits.argmax(1) == y).sum())
+        np.testing.assert_allclose(outcome["loss"], float(CROSSENTROPY(y, logits)), rtol=1e-5)
 
 
 @worlds("parameter_server", extended=True)

@@ -206,13 +206,13 @@ def check_evaluation_and_prediction_are_those_of_one_process(world: World) -> No
         )  # fmt: skip
         reference = keras.metrics.F1Score(average="macro")
         for batch in sizes:  # 100 leaves a batch of one sample, of which one replica has none
-            outcome = trainer.evaluate((x, one_hot), batch=batch)
+            outcome = trainer.evaluate((x, one_hot), batch=batch, return_dict=True)
             logits = trainer.model(x).numpy()
             reference.reset_state()
             reference.update_state(one_hot, logits)
-            assert round(outcome.metrics["accuracy"] * 101) == int((logits.argmax(1) == y).sum())
-            np.testing.assert_allclose(outcome.metrics["f1"], float(reference.result()), rtol=1e-6)
-            np.testing.assert_allclose(outcome.loss, float(CROSSENTROPY(y, logits)), rtol=1e-6)
+            assert round(outcome["accuracy"] * 101) == int((logits.argmax(1) == y).sum())
+            np.testing.assert_allclose(outcome["f1"], float(reference.result()), rtol=1e-6)
+            np.testing.assert_allclose(outcome["loss"], float(CROSSENTROPY(y, logits)), rtol=1e-6)
             np.testing.assert_allclose(trainer.predict(x, batch=batch), logits, rtol=1e-5, atol=1e-6)
 
 

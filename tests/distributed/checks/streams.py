@@ -54,7 +54,7 @@ def check_batches_made_in_python(world: World) -> None:
             dense_model("float64", world.rank), keras.optimizers.SGD(0.1), CROSS_ENTROPY, backend=world.backend
         )
         trainer.fit(data, epochs=2, shuffle=False, verbose=False, **options)
-        loss = trainer.evaluate(data if "batch" not in options else (x, y), batch=BATCH).loss
+        loss = trainer.evaluate(data if "batch" not in options else (x, y), batch=BATCH, return_dict=True)["loss"]
         assert world.same_everywhere(flat_bytes(trainer.model.get_weights())), name
         trained[name] = trainer.model.get_weights(), loss
     weights, loss = trained["arrays"]

@@ -295,7 +295,7 @@ def check_what_is_around_a_split_model(world: World) -> None:
         model = split(mesh, "perceptron", "float64")
         trainer = hvdtrain.Trainer(model, optimizer(), LOSS, backend=mesh.backend, **options)
         trainer.fit((x, y), **fit)
-        weights, scores, outputs = whole(model, mesh), trainer.evaluate((x, y)), trainer.predict(x)
+        weights, scores, outputs = whole(model, mesh), trainer.evaluate((x, y), return_dict=True), trainer.predict(x)
         trainer.save(folder)
     reference = built("perceptron", "float64")
     batches = [(x[i : i + BATCH], y[i : i + BATCH]) for i in range(0, SAMPLES, BATCH)] * EPOCHS
@@ -306,7 +306,7 @@ def check_what_is_around_a_split_model(world: World) -> None:
     assert relative_error(weights, reference.get_weights()) <= 1e-9
     expected = reference(x).numpy()
     assert np.abs(outputs - expected).max() <= 1e-9 * np.abs(expected).max(), "predict"
-    assert abs(scores.loss - float(tf.reduce_mean(per_sample(y, expected)))) <= 1e-6
+    assert abs(scores["loss"] - float(tf.reduce_mean(per_sample(y, expected)))) <= 1e-6
     assert abs(scores["accuracy"] - np.mean(expected.argmax(-1) == y)) <= 1e-6
     with on_mesh(world, "dp=-1") as plain:
         with computing_in("float64"):

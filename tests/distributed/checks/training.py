@@ -41,12 +41,12 @@ def check_evaluation_is_that_of_one_process(world: World) -> None:
     metrics = ["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(2, name="top2")]
     trainer = hvdtrain.Trainer(model, "sgd", CROSSENTROPY, metrics, backend=world.backend)
     for batch in (16, 7, 1000):
-        outcome = trainer.evaluate((x, y), batch=batch)
+        outcome = trainer.evaluate((x, y), batch=batch, return_dict=True)
         logits = model(x).numpy()
-        assert round(outcome.metrics["accuracy"] * 101) == int((logits.argmax(1) == y).sum())
+        assert round(outcome["accuracy"] * 101) == int((logits.argmax(1) == y).sum())
         top2 = np.argsort(-logits, axis=1)[:, :2]
-        assert round(outcome.metrics["top2"] * 101) == int((top2 == y[:, None]).any(1).sum())
-        np.testing.assert_allclose(outcome.loss, float(CROSSENTROPY(y, logits)), rtol=1e-6)
+        assert round(outcome["top2"] * 101) == int((top2 == y[:, None]).any(1).sum())
+        np.testing.assert_allclose(outcome["loss"], float(CROSSENTROPY(y, logits)), rtol=1e-6)
 
 
 def check_metrics_with_counts_are_added_up(world: World) -> None:
@@ -57,10 +57,10 @@ def check_metrics_with_counts_are_added_up(world: World) -> None:
     model.layers[0].kernel.assign(np.linspace(-1, 1, 5, dtype="float32")[:, None])
     metrics = [keras.metrics.AUC(name="auc"), keras.metrics.Precision(name="precision")]
     trainer = hvdtrain.Trainer(model, "sgd", "binary_crossentropy", metrics, backend=world.backend)
-    outcome = trainer.evaluate((x, y), batch=10)
+    outcome = trainer.evaluate((x, y), batch=10, return_dict=True)
     for metric in (keras.metrics.AUC(name="auc"), keras.metrics.Precision(name="precision")):
         metric.update_state(y, model(x))
-        np.testing.assert_allclose(outcome.metrics[metric.name], float(metric.result()), rtol=1e-6)
+        np.testing.assert_allclose(outcome[metric.name], float(metric.result()), rtol=1e-6)
 
 
 class Largest(keras.metrics.Metric):

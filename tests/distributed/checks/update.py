@@ -108,7 +108,7 @@ def check_averages_take_the_weights_place(world: World) -> None:
     x, y = dense_data("float64")
     trainer = train(world, dense_model("float64", world.rank), rule, (x, y))
     averages = trainer.model.get_weights()
-    figures = trainer.evaluate((x, y), batch=16)
+    figures = trainer.evaluate((x, y), batch=16, return_dict=True)
     reference, optimizer = dense_model("float64", 0), keras.optimizers.SGD(0.125, use_ema=True, ema_momentum=0.75)
     plain_training(reference, optimizer, per_sample, batches_of(x, y))
     assert moved(averages, reference.get_weights()) > 1e-3
@@ -116,4 +116,4 @@ def check_averages_take_the_weights_place(world: World) -> None:
         assert world.same_everywhere(flat_bytes(averages))
         assert relative_error(averages, reference.get_weights()) <= 1e-9
         expected = float(tf.reduce_mean(per_sample(y, reference(x))))
-    assert abs(figures.loss - expected) <= 1e-6 * expected
+    assert abs(figures["loss"] - expected) <= 1e-6 * expected

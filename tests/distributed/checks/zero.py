@@ -112,8 +112,8 @@ def check_stages_with_everything_else(world: World) -> None:
         options = {"zero": stage, "clip_norm": CLIP_NORM, "accumulate": 2}
         trainer = trained(world, "wide", decaying_and_averaging(), "float64", **options)
         assert_equal(trainer, expected, "float64", f"stage {stage}: clipped, decayed, accumulated")
-        figures = trainer.evaluate((x, y), batch=16)
-        assert abs(figures.loss - mean) <= 1e-6 * mean, (figures.loss, mean)
+        figures = trainer.evaluate((x, y), batch=16, return_dict=True)
+        assert abs(figures["loss"] - mean) <= 1e-6 * mean, (figures["loss"], mean)
         np.testing.assert_allclose(trainer.predict(x, batch=16), outputs, rtol=0, atol=1e-8)
 
 
@@ -157,9 +157,9 @@ def check_a_frozen_model_is_evaluated_and_not_trained(world: World) -> None:
             wide_model("float64", 0), keras.optimizers.SGD(0.1), CROSS_ENTROPY, backend=world.backend, zero=stage
         )
         trainer.fit(data, batch=BATCH, epochs=1, verbose=False)
-        before = trainer.evaluate(data, batch=BATCH)["loss"]
+        before = trainer.evaluate(data, batch=BATCH, return_dict=True)["loss"]
         trainer.model.trainable = False
-        assert trainer.evaluate(data, batch=BATCH)["loss"] == before
+        assert trainer.evaluate(data, batch=BATCH, return_dict=True)["loss"] == before
         try:
             trainer.fit(data, batch=BATCH, epochs=1, verbose=False)
         except ConfigError as error:

@@ -139,10 +139,12 @@ def test_every_figure_is_that_of_keras(case):
     assert found.epoch == expected.epoch == [0, 1]
     for mine, other in zip(ours.seen, theirs.seen, strict=True):
         assert_same(mine, other)
-    outcome = trainer.evaluate(X, targets, 25, 0, weights)
+    outcome = trainer.evaluate(X, targets, 25, 0, weights, return_dict=True)
     evaluated = {"batch_size": 25, "sample_weight": weights, "verbose": 0}
-    assert_same(dict(sorted(outcome.as_dict().items())), model.evaluate(X, targets, return_dict=True, **evaluated))
-    for mine, other in zip(outcome, model.evaluate(X, targets, **evaluated), strict=True):
+    assert_same(dict(sorted(outcome.items())), model.evaluate(X, targets, return_dict=True, **evaluated))
+    for mine, other in zip(
+        trainer.evaluate(X, targets, 25, 0, weights), model.evaluate(X, targets, **evaluated), strict=True
+    ):
         np.testing.assert_allclose(mine, other, rtol=2e-5, atol=1e-6)
 
 
@@ -242,13 +244,13 @@ def test_steps_show_the_epoch_so_far_and_keep_what_is_new(tmp_path):
     assert [record.step for record in notes.steps] == list(ends)
     for record in notes.steps:
         begin, end = ends[record.step]
-        so_far = trainer.evaluate(X[:end], ONE_HOT[:end], verbose=0)
-        recent = trainer.evaluate(X[begin:end], ONE_HOT[begin:end], verbose=0)
-        assert_same(record.so_far, so_far.as_dict())
-        assert_same({"loss": record.loss, **record.metrics}, recent.as_dict())
-    whole, held_out = trainer.evaluate(X, ONE_HOT, verbose=0), trainer.evaluate(X[:20], ONE_HOT[:20], verbose=0)
-    expected = {**whole.as_dict(), **{f"val_{name}": value for name, value in held_out.as_dict().items()}}
-    assert_same(notes.epochs[1].figures, expected)
+        so_far = trainer.evaluate(X[:end], ONE_HOT[:end], verbose=0, return_dict=True)
+        recent = trainer.evaluate(X[begin:end], ONE_HOT[begin:end], verbose=0, return_dict=True)
+        assert_same(dict(sorted(record.so_far.items())), so_far)
+        assert_same(dict(sorted({"loss": record.loss, **record.metrics}.items())), recent)
+    whole, held_out = (trainer.evaluate(X[:end], ONE_HOT[:end], verbose=0, return_dict=True) for end in (50, 20))
+    expected = {**whole, **{f"val_{name}": value for name, value in held_out.items()}}
+    assert_same(dict(sorted(notes.epochs[1].figures.items())), expected)
     assert [line["kind"] for line in lines] == ["step"] * 3 + ["evaluation", "epoch"] + ["step"] * 2 + [
         "evaluation",
         "epoch",

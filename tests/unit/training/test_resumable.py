@@ -343,10 +343,10 @@ def test_what_is_saved_is_restored_and_evaluated(tmp_path, capsys):
     first = trainer_of()
     first.fit(X, Y, epochs=2, **QUIET)
     assert first.save(tmp_path) == tmp_path / f"step-{2 * STEPS:08d}"
-    expected = first.evaluate(X, Y, verbose=0).loss
+    expected = first.evaluate(X, Y, verbose=0, return_dict=True)["loss"]
     other = trainer_of()
     assert other.restore(tmp_path) == tmp_path / f"step-{2 * STEPS:08d}"
-    assert other.evaluate(X, Y, verbose=0).loss == expected
+    assert other.evaluate(X, Y, verbose=0, return_dict=True)["loss"] == expected
     for use in ("evaluate", "predict"):
         unbuilt = trainer_of(built=False)
         with pytest.raises(ConfigError, match="no variables to save yet: call fit, evaluate or predict before save"):
@@ -354,7 +354,7 @@ def test_what_is_saved_is_restored_and_evaluated(tmp_path, capsys):
         unbuilt.restore(tmp_path)
         assert "the model has no variables yet: fit, evaluate or predict will load" in capsys.readouterr().err
         if use == "evaluate":
-            assert unbuilt.evaluate(X, Y, verbose=0).loss == expected
+            assert unbuilt.evaluate(X, Y, verbose=0, return_dict=True)["loss"] == expected
         else:
             assert np.array_equal(unbuilt.predict(X), first.predict(X))
         assert same(unbuilt, first)
@@ -386,7 +386,7 @@ def test_the_best_epoch_is_restored_by_its_name(tmp_path):
     other = trainer_of(optimizer=keras.optimizers.SGD(0.5))
     other.restore(tmp_path, "best")
     assert np.array_equal(weights(other), seen[best])
-    assert other.evaluate(X, Y, verbose=0).loss == pytest.approx(losses[best], rel=1e-6)
+    assert other.evaluate(X, Y, verbose=0, return_dict=True)["loss"] == pytest.approx(losses[best], rel=1e-6)
     assert other.restore(tmp_path, which=4 * STEPS).name == f"step-{4 * STEPS:08d}"
     with pytest.raises(CheckpointError, match=r"is a single checkpoint: leave out which. Received: 'best'"):
         other.restore(tmp_path / f"step-{4 * STEPS:08d}", "best")

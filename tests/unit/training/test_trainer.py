@@ -72,15 +72,15 @@ def test_the_result_tells_how_it_went():
     assert isinstance(result, FitResult)
     assert (result.steps, result.epochs) == (12, 3)
     assert [(record.step, record.epoch) for record in result.evaluations] == [(4, 0), (8, 1), (12, 2)]
-    last = trainer.evaluate((X[:7], Y[:7]))
-    assert result.evaluations[-1].loss == pytest.approx(last.loss)
-    assert result.evaluations[-1].metrics == last.metrics
+    last = trainer.evaluate((X[:7], Y[:7]), return_dict=True)
+    assert result.evaluations[-1].loss == pytest.approx(last["loss"])
+    assert result.evaluations[-1].metrics == {"accuracy": last["accuracy"]}
     assert result.evaluations[0].loss > result.evaluations[-1].loss
     assert result.samples_per_second > 0
     assert 0 < result.step_ms["median"] <= result.step_ms["p90"]
     assert result.wall_seconds > 0
     figures = summary_of(result)
-    assert (figures["val_loss"], figures["val_accuracy"]) == (last.loss, last.metrics["accuracy"])
+    assert (figures["val_loss"], figures["val_accuracy"]) == (last["loss"], last["accuracy"])
     assert (trainer.state.scalars.step, trainer.state.scalars.epoch) == (12, 3)
 
 
@@ -134,7 +134,7 @@ def test_a_model_may_be_built_or_not(model):
     trainer, result = fitted(model)
     assert result.steps == 4
     assert trainer.state.parameters() == 18
-    assert np.isfinite(trainer.evaluate((X, Y)).loss)
+    assert np.isfinite(trainer.evaluate((X, Y), return_dict=True)["loss"])
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", sgd(), keras.optimizers.SGD])
@@ -204,13 +204,13 @@ class Total(Largest):
 def test_a_metric_that_is_no_sum_is_that_of_keras_in_one_process():
     trainer = Trainer(dense(), sgd(), CROSSENTROPY, [Largest()])
     expected = float(np.abs(trainer.model(X)).max())
-    assert trainer.evaluate((X, Y), batch=16)["largest"] == pytest.approx(expected, rel=1e-6)
+    assert trainer.evaluate((X, Y), batch=16, return_dict=True)["largest"] == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_metric_that_cannot_be_copied_is_evaluated():
     trainer = Trainer(dense(), sgd(), CROSSENTROPY, [Total(2.0)])
     expected = 2 * float(tf.reduce_sum(trainer.model(X)))
-    assert trainer.evaluate((X, Y))["total"] == pytest.approx(expected, rel=1e-5)
+    assert trainer.evaluate((X, Y), return_dict=True)["total"] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("log_every", [1, 100])
@@ -251,13 +251,13 @@ def test_evaluation_is_what_keras_says(batch):
     theirs.set_weights(model.get_weights())
     theirs.compile(loss=CROSSENTROPY, metrics=["accuracy"], weighted_metrics=[])
     expected = theirs.evaluate(X, Y, batch_size=SAMPLES, verbose=0, return_dict=True)
-    outcome = trainer.evaluate((X, Y), batch=batch)
-    assert outcome.loss == pytest.approx(expected["loss"], rel=1e-6)
-    assert outcome.metrics["accuracy"] == pytest.approx(expected["accuracy"], rel=1e-6)
+    outcome = trainer.evaluate((X, Y), batch=batch, return_dict=True)
+    assert outcome["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    assert outcome["accuracy"] == pytest.approx(expected["accuracy"], rel=1e-6)
     top2 = np.argsort(-model(X).numpy(), axis=1)[:, :2]
-    assert outcome.metrics["top2"] == pytest.approx((top2 == Y[:, None]).any(1).mean(), rel=1e-6)
-    weighted = trainer.evaluate((X, Y, weights), batch=batch)
-    assert weighted.loss == pytest.approx(float(CROSSENTROPY(Y, model(X), sample_weight=weights)), rel=1e-6)
+    assert outcome["top2"] == pytest.approx((top2 == Y[:, None]).any(1).mean(), rel=1e-6)
+    weighted = trainer.evaluate((X, Y, weights), batch=batch, return_dict=True)
+    assert weighted["loss"] == pytest.approx(float(CROSSENTROPY(Y, model(X), sample_weight=weights)), rel=1e-6)
 
 
 def test_evaluation_changes_nothing():
@@ -274,7 +274,7 @@ def test_evaluation_changes_nothing():
     fit = dict(batch=16, verbose=False)
     trainer.fit((X, Y), **fit)
     before = trainer.state.parameter_hash()
-    assert trainer.evaluate((X, Y)).loss == trainer.evaluate((X, Y)).loss
+    assert trainer.evaluate((X, Y), return_dict=True)["loss"] == trainer.evaluate((X, Y), return_dict=True)["loss"]
     assert trainer.state.parameter_hash() == before
 
 
@@ -391,7 +391,9 @@ def test_regularizers_and_added_losses_count_as_in_keras():
     for ours, reference in zip(trainer.model.get_weights(), theirs.get_weights(), strict=True):
         np.testing.assert_allclose(ours, reference, rtol=1e-5, atol=1e-6)
     assert result.train_loss == pytest.approx(history.history["loss"][-1], rel=1e-5)
-    assert trainer.evaluate((X, Y)).loss == pytest.approx(theirs.evaluate(X, Y, verbose=0, batch_size=len(X)), rel=1e-5)
+    assert trainer.evaluate((X, Y), return_dict=True)["loss"] == pytest.approx(
+        theirs.evaluate(X, Y, verbose=0, batch_size=len(X)), rel=1e-5
+    )
 
 
 def linear(features):
@@ -464,7 +466,9 @@ def test_layers_that_call_does_not_reach_are_trained_as_by_keras(evaluates_first
     reference, trainer = models[0], Trainer(models[1])
     if evaluates_first:
         expected = reference.evaluate(X, Y, batch_size=10, verbose=0)
-        assert trainer.evaluate(X, Y, batch=10, verbose=0).loss == pytest.approx(expected, rel=1e-5)
+        assert trainer.evaluate(X, Y, batch=10, verbose=0, return_dict=True)["loss"] == pytest.approx(
+            expected, rel=1e-5
+        )
     theirs = reference.fit(X, Y, batch_size=10, epochs=2, shuffle=False, verbose=0)
     found = trainer.fit(X, Y, batch=10, epochs=2, shuffle=False, verbose=0)
     assert len(reference.get_weights()) == 6
@@ -524,8 +528,10 @@ def test_nothing_to_evaluate_is_an_error():
 def test_sixteen_bit_outputs_are_added_up_in_thirty_two():
     outputs = np.full((400, 1), 200.0, "float16")
     model = keras.Sequential([keras.Input((1,), dtype="float16"), keras.layers.Activation("linear", dtype="float16")])
-    outcome = Trainer(model, "sgd", "mse").evaluate((outputs, np.zeros((400, 1), "float16")), batch=400)
-    assert outcome.loss == pytest.approx(40000.0)
+    outcome = Trainer(model, "sgd", "mse").evaluate(
+        (outputs, np.zeros((400, 1), "float16")), batch=400, return_dict=True
+    )
+    assert outcome["loss"] == pytest.approx(40000.0)
 
 
 def test_data_whose_shapes_keep_changing_share_a_graph(monkeypatch):

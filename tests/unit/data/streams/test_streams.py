@@ -418,8 +418,8 @@ def test_training_on_a_stream_is_training_on_its_arrays(data):
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         trainer = Trainer(model, keras.optimizers.SGD(0.1), loss, ["accuracy"])
         trainer.fit(given, epochs=2, shuffle=False, verbose=False, validation_data=given, **options)
-        figures = trainer.evaluate(given)
-        return trainer.model.get_weights(), figures.loss, figures.metrics["accuracy"]
+        figures = trainer.evaluate(given, return_dict=True)
+        return trainer.model.get_weights(), figures["loss"], figures["accuracy"]
 
     (kernel, bias), loss, accuracy = weights_after(data)
     (kernel_of_arrays, bias_of_arrays), loss_of_arrays, accuracy_of_arrays = weights_after((X, Y), batch=BATCH)

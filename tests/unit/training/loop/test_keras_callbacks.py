@@ -62,8 +62,8 @@ def noted(model, rate=0.0, **options):
 
 
 def figures(trainer, samples):
-    outcome = trainer.evaluate((X[:samples], Y[:samples]))
-    return {"loss": outcome.loss, **outcome.metrics}
+    outcome = trainer.evaluate((X[:samples], Y[:samples]), return_dict=True)
+    return outcome
 
 
 @pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.extended), {"accumulate": 2}])
