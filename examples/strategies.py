@@ -3,6 +3,7 @@
     horovodrun -np 2 python examples/strategies.py
     mpirun -np 2 python examples/strategies.py --backend multi_worker_mirrored
     python examples/strategies.py --backend mirrored --replicas 2
+    python examples/strategies.py --backend central_storage --replicas 2
 
 Each prints the loss after training, which is the same but for rounding, and the steps per second.
 """
@@ -13,8 +14,9 @@ import time
 import hvdtrain
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--backend", default="auto", choices=["auto", "single", "mirrored", "multi_worker_mirrored"])
-parser.add_argument("--replicas", type=int, help="of mirrored")
+backends = ["auto", "single", "mirrored", "multi_worker_mirrored", "central_storage"]
+parser.add_argument("--backend", default="auto", choices=backends)
+parser.add_argument("--replicas", type=int, help="of mirrored and central_storage")
 parser.add_argument("--epochs", type=int, default=5)
 args = parser.parse_args()
 

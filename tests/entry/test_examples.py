@@ -1,10 +1,11 @@
-"""The scripts of examples/, as their docstrings say, on one rank and on two, with small arguments."""
+"""The scripts of examples/: the commands of their headers, and on one rank and on two, with small arguments."""
 
 import ast
 import difflib
 import itertools
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,6 @@ import numpy as np
 import pytest
 
 from tests.launching import job_environment, launcher, run
-
-pytestmark = pytest.mark.extended
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -38,6 +37,30 @@ ELSEWHERE = {
     "slurm.sbatch": "tests/clusters",
     "notebook.ipynb": "below",
 }
+SMALL = {
+    # sizes alone, after what a header's command says
+    "mnist.py": "--data mnist.npz --epochs 1",
+    "gan.py": "--epochs 2",
+    "image_folder.py": "--epochs 2",
+    "language_model.py": "--epochs 1 --width 32",
+    "zero.py": "--width 64 --epochs 2",
+    "experts.py": "--epochs 2",
+    "recommender.py": "--users 500 --films 200 --ratings 4000 --epochs 2",
+}
+EVERY_DAY = "own_loop.py"
+"""Its command takes few seconds; those of the others are sixteen more launches, one of them of eight ranks."""
+
+
+def commands() -> list[tuple[str, str]]:
+    """Return (example, command) for each command that a header prints; of a Slurm job what it starts, on its ranks."""
+    found = []
+    for name in TRAINED:
+        said = ast.get_docstring(ast.parse((EXAMPLES / name).read_text(encoding="utf-8"))) or ""
+        found += [(name, line.strip()) for line in re.findall(rf"^    .*examples/{name}.*", said, re.MULTILINE)]
+    header = (EXAMPLES / "slurm.sbatch").read_text(encoding="utf-8")
+    nodes, tasks, script = re.findall(r"--nodes=(\d+) --ntasks-per-node=(\d+) .*slurm\.sbatch (.*)", header)[0]
+    name = script.split()[0].removeprefix("examples/")
+    return [*found, (name, f"mpirun -np {int(nodes) * int(tasks)} python {script}")]
 
 
 def test_every_example_is_run_and_stands_in_the_table():
@@ -75,6 +98,26 @@ def losses(text: str) -> list[float]:
     return [float(word) for word in of_epochs or re.findall(r"\bloss:? (\d\S*)", text)]
 
 
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        pytest.param(name, command, id=command, marks=() if name == EVERY_DAY else pytest.mark.extended)
+        for name, command in commands()
+    ],
+)
+def test_a_command_of_a_header_trains_on_its_ranks(place, name, command):
+    """As printed, with as many ranks, which may be more than this machine has cores for."""
+    words = shlex.split(command.replace("examples/", f"{EXAMPLES}/"))
+    launcher({"python": "none"}.get(words[0], words[0]), 1)  # skips the test without it
+    (place / "book.txt").write_text(Path(ast.__file__).read_text(encoding="utf-8")[:20_000])
+    more = {"OMPI_MCA_rmaps_base_oversubscribe": "1", "OMPI_MCA_hwloc_base_binding_policy": "none"}
+    job = run([*words, *SMALL.get(name, "").split()], cwd=place, timeout=900, **more)
+    found = losses(job.out)
+    assert found, job.text
+    assert np.isfinite(found).all()
+
+
+@pytest.mark.extended
 @pytest.mark.parametrize("name", TRAINED)
 def test_an_example_trains_on_one_rank_and_on_two(place, name):
     arguments, on_two, alike = TRAINED[name]
@@ -95,6 +138,7 @@ def test_an_example_trains_on_one_rank_and_on_two(place, name):
         assert last[0] == pytest.approx(last[1], rel=2e-3), last
 
 
+@pytest.mark.extended
 def test_the_script_after_differs_from_the_one_before_by_an_import(tmp_path):
     before, after = (
         (EXAMPLES / f"horovod_{when}.py").read_text(encoding="utf-8").partition('"""\n\n')[2].splitlines()
@@ -107,6 +151,7 @@ def test_the_script_after_differs_from_the_one_before_by_an_import(tmp_path):
     assert "hvdtrain.horovod" in said.text
 
 
+@pytest.mark.extended
 def test_the_elastic_example_trains(tmp_path):
     text = ast.get_docstring(ast.parse((EXAMPLES / "elastic.py").read_text(encoding="utf-8")))
     lines = "\n".join(line.strip() for line in re.findall(r"^    .*", text, re.MULTILINE)).replace("\\\n", "")
@@ -116,6 +161,7 @@ def test_the_elastic_example_trains(tmp_path):
     assert losses(job.out)[-1] < losses(job.out)[0]
 
 
+@pytest.mark.extended
 def test_the_notebook_trains(tmp_path):
     cells = json.loads((EXAMPLES / "notebook.ipynb").read_text(encoding="utf-8"))["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
