@@ -89,10 +89,11 @@ class Distribution:
         self._computed_in = []
         return True
 
-    def step(self, gradients: Sequence[Gradient], variables: Sequence[Any], iterations: Any, apply: Apply) -> None:
+    def step(self, gradients: Sequence[Gradient], variables: Sequence[Any], apply: Apply) -> None:
         """Reduce `gradients` and `apply` them, or accumulate them until the last pass.
 
-        `iterations` counts every call, as with Horovod: learning-rate schedules advance while gradients accumulate.
+        Passes that only accumulate are no steps of the optimizer: Horovod counts them as such, and so the bias
+        correction of Adam and learning-rate schedules are those of other steps.
         """
         if self.passes == 1:
             apply(self.exchange.reduce(gradients, variables))
@@ -108,11 +109,7 @@ class Distribution:
             count.assign(0)
             return tf.constant(True)
 
-        def part() -> tf.Tensor:
-            iterations.assign_add(1)
-            return tf.constant(False)
-
-        tf.cond(tf.greater_equal(count.assign_add(1), self.passes), whole, part)
+        tf.cond(tf.greater_equal(count.assign_add(1), self.passes), whole, lambda: tf.constant(False))
 
     def forget(self) -> None:
         """Discard accumulated gradients, as all ranks must when the set of ranks has changed."""

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.compat.keras_variables import load_optimizer_weights, momentum_slots, step_counter, trained_variables
+from hvdtrain.compat.keras_variables import load_optimizer_weights, momentum_slots, trained_variables
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.gradients.reduction import Gradient
 from hvdtrain.horovod.distribution import CallableList, HorovodNames
@@ -202,8 +202,7 @@ class Distributed(Keras2Names, HorovodNames):
             plain(gradients, trainable_variables)
             return
         variables = built(self, trainable_variables)
-        counter = step_counter(innermost(self))
-        self.distribution.step(gradients, variables, counter, lambda reduced: plain(reduced, variables))
+        self.distribution.step(gradients, variables, lambda reduced: plain(reduced, variables))
 
     @as_written
     def apply_gradients(self, grads_and_vars: Any, name: str | None = None, **kwargs: Any) -> Any:
@@ -298,7 +297,7 @@ def reduce_before_loss_scaling() -> None:
             with inner.distribution.done():
                 plain(self, reduced, variables)
 
-        inner.distribution.step(gradients, variables, step_counter(innermost(inner)), apply_reduced)
+        inner.distribution.step(gradients, variables, apply_reduced)
 
     apply.reduces_first = True  # type: ignore[attr-defined]
     kind.apply = apply

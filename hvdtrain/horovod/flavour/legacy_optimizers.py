@@ -68,7 +68,7 @@ def _reduced_first(
         with distribution.done():
             plain(list(zip(reduced, variables, strict=True)), *args, **kwargs)
 
-    distribution.step(gradients, variables, innermost(optimizer).iterations, apply)
+    distribution.step(gradients, variables, apply)
     return optimizer.iterations
 
 

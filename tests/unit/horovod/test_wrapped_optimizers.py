@@ -118,6 +118,24 @@ def test_a_wrapped_optimizer_is_the_given_one_that_reduces(make, steps_before):
     assert (wrapped.note, getattr(wrapped, "calls", [])) == (plain.note, getattr(plain, "calls", []))
 
 
+@pytest.mark.parametrize("wrap", [lambda each: each, keras.optimizers.LossScaleOptimizer])
+def test_several_passes_are_one_step_of_the_optimizer(wrap):
+    """Bias correction and schedules count steps; those of Horovod count passes."""
+
+    def adam():
+        return wrap(keras.optimizers.Adam(Halving()))
+
+    found, expected = (keras.Variable([1.0, 2.0], dtype="float64") for _ in range(2))
+    optimizer = hvd.DistributedOptimizer(adam(), backward_passes_per_step=2, average_aggregated_gradients=True)
+    reference = adam()
+    for step in range(3):
+        for size in (step + 1.0, step + 2.0):
+            optimizer.apply([tf.constant([size, -1.0], tf.float64)], [found])
+        reference.apply([tf.constant([step + 1.5, -1.0], tf.float64)], [expected])
+    assert int(optimizer.iterations) == int(reference.iterations) == 3
+    np.testing.assert_allclose(found, expected, rtol=1e-9)
+
+
 def test_an_optimizer_of_a_script_is_saved_and_loaded_as_without_horovod(tmp_path):
     class Own(keras.optimizers.AdamW):
         """An optimizer with an argument of its own."""
