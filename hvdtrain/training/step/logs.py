@@ -329,7 +329,8 @@ class EpochMetrics:
         self._backend = backend
         self._logs = logs
         self._counts_for_all = counts and backend.index == 0
-        self._shares = backend.job_size > 1 and backend.local_size == 1
+        # Outside of its replicas a strategy assigns to variables of all processes, which only some of them would do.
+        self._shares = backend.job_size > 1 and not backend.capabilities.needs_builders
         """Whether other processes count, too, each by metrics of its own."""
         self._drop: Callable[[], None] | None = None
         """While the model's metrics hold the sums over all replicas: what resets them again where others count them."""

@@ -242,7 +242,7 @@ def read(kind: type, data: Any, backend: Any) -> tuple[list[np.ndarray], list[di
     note = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(dict(logs)))
     trainer = hvdtrain.Trainer(build, "sgd", CROSSENTROPY, ["accuracy"], backend=backend)
     trainer.fit(data, batch=16, verbose=False, callbacks=[note], validation_data=data)
-    return trainer.model.get_weights(), [*seen, trainer.evaluate(data, batch=49, verbose=False).as_dict()]
+    return trainer.model.get_weights(), [*seen, trainer.evaluate(data, batch=49, verbose=False, return_dict=True)]
 
 
 class Reader(keras.Model):
