@@ -64,6 +64,8 @@ def face_has(module: str, name: str) -> bool:
 
 def split_module(name: str) -> tuple[str, list[str]]:
     """Split a dotted name into the module of Horovod or its counterpart and the rest; other names have no module."""
+    if f"{name}.".startswith(f"{FACE}.tensorflow."):  # the same modules by Horovod's names
+        name = FACE + name.removeprefix(f"{FACE}.tensorflow")
     parts = name.split(".")
     modules = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
     module = next((each for each in modules if each in COUNTERPARTS or each in FACES), "")

@@ -248,3 +248,22 @@ def test_what_callbacks_and_layers_refuse():
 def test_process_sets_that_are_given_twice():
     with pytest.raises(ValueError, match=r"Duplicate process sets are not allowed\. Received: the ranks \[0, 1\]"):
         hvd.init(process_sets=[hvd.ProcessSet([0, 1]), hvd.ProcessSet([1, 0])])
+
+
+@pytest.mark.parametrize("theirs", [theirs for theirs, _, _ in SAME])
+def test_modules_have_horovods_names_after_a_prefix_too(theirs):
+    """A script writes `hvdtrain.` before its imports, and gets the very same modules."""
+    face = "hvdtrain.horovod" + theirs.removeprefix("horovod.tensorflow")
+    ours, by_prefix = importlib.import_module(face), importlib.import_module(f"hvdtrain.{theirs}")
+    assert by_prefix.__all__ == ours.__all__
+    assert all(getattr(by_prefix, name) is getattr(ours, name) for name in ours.__all__)
+    assert ours.__spec__.name == face
+    if theirs != "horovod.tensorflow":
+        assert by_prefix is ours
+
+
+def test_a_module_that_horovod_does_not_have_is_not_there_by_its_prefix_either():
+    with pytest.raises(ModuleNotFoundError, match=r"hvdtrain\.horovod\.nothing"):
+        importlib.import_module("hvdtrain.horovod.tensorflow.nothing")
+    with pytest.raises(AttributeError, match="nothing"):
+        importlib.import_module("hvdtrain.horovod.tensorflow").nothing  # noqa: B018

@@ -124,6 +124,7 @@ def test_each_use_has_its_verdict(script):
         ("from horovod import nothing", "horovod.nothing is not part of Horovod 0.28.1."),
         ("import horovod; horovod.broadcast_variables(v, 0)", "horovod.broadcast_variables is not part of Horovod"),
         ("from horovod.tensorflow import nothing", "horovod.tensorflow.nothing is not part of Horovod 0.28.1."),
+        ("import hvdtrain.horovod.tensorflow.keras as k; k.nothing()", "nothing is not part of Horovod 0.28.1."),
         ("from hvdtrain.horovod import nothing", "nothing is not part of hvdtrain.horovod."),
         ("import horovod.spark.keras", "reduces no gradients on Keras 3"),
         ("__import__('horovod.tensorflow').tensorflow.rank()", "import hvdtrain.horovod"),
