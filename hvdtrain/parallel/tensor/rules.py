@@ -23,13 +23,16 @@ DECODERS: Rules = {
     r"transformer_layer_\d+/(self_)?attention/(query|key|value)/kernel": (None, AXIS, None),
     r"decoder_block_\d+/attention/(query|key|value)/kernel": (AXIS, None, None),  # Gemma's heads come first
     r"attention/attention_output/kernel": (AXIS, None, None),
-    r"feedforward_(intermediate|gate)_dense/kernel": (None, AXIS),
-    r"ffw_gating(_2)?/kernel": (None, AXIS),
-    r"(feedforward_output_dense|ffw_linear)/kernel": (AXIS, None),
+    r"(feedforward|mlp)_(intermediate|gate)_dense/kernel": (None, AXIS),
+    r"(ffw_gating(_2)?|mlp/(gate|up)_proj|dense_h_to_4h)/kernel": (None, AXIS),
+    r"((feedforward|mlp)_output_dense|ffw_linear|mlp/down_proj|dense_4h_to_h)/kernel": (AXIS, None),
     r"token_embedding/embeddings": (AXIS, None),
     r"token_embedding/reverse_embeddings": (None, AXIS),
 }
-"""Layouts of KerasHub's GPT-2, Llama, Mistral, Qwen, Phi-3 and Gemma, and of what is built of their layers."""
+"""Layouts of KerasHub's decoders, and of what is built of their layers; what no rule is for stays whole.
+
+So does attention that needs to know all heads (Bloom's and Falcon's biases) or joins them by a fixed width (GPT-NeoX).
+"""
 
 
 class LayoutRules:
@@ -73,6 +76,8 @@ class LayoutRules:
                 f"The variable {path!r} is matched by two rules, {found[0]!r} and {found[1]!r}: one alone may say how "
                 "it is cut. Write the expressions more narrowly, or take the whole path for one of them."
             )
+        if self._of_many:  # a layer of that name in another family may have another kernel
+            found = [expression for expression in found if len(self._layouts[expression]) == len(shape)]
         if not found:
             return None
         self._matched.add(found[0])

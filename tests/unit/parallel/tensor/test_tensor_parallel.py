@@ -705,6 +705,8 @@ def test_rules_of_many_models_need_a_match_of_one():
     with pytest.raises(ConfigError, match="matches no variable of the model, which has dense/kernel"):
         rules.check_used(["dense/kernel"])
     assert rules.cut_of("backbone/token_embedding/embeddings", (8, 4), 0, 2).dim == 0
+    joined_heads = rules.cut_of("transformer_layer_0/self_attention/attention_output/kernel", (8, 8), 0, 2)
+    assert joined_heads is None, "the kernel of GPT-NeoX"
     rules.check_used(["backbone/token_embedding/embeddings"])
     with pytest.raises(ConfigError, match="matches no variable of the model"):
         LayoutRules(DECODERS).check_used(["backbone/token_embedding/embeddings"])
