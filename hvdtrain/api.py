@@ -3,7 +3,7 @@
 import atexit
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from functools import partial, wraps
@@ -224,20 +224,37 @@ def cross_rank() -> int:
     return current().environment.cross_rank
 
 
-def broadcast_variables(variables: Iterable[Any], root_rank: int = 0) -> None:
-    """Assign rank `root_rank`'s values to `variables` (Keras 3 or tf.Variables). Collective.
+def broadcast_variables(variables: Any, root_rank: int = 0) -> None:
+    """Assign rank `root_rank`'s values to `variables` (Keras 3 or tf.Variables, or those of a model). Collective.
+
+    Of a model also what its layers hold beside them: vocabularies, and what Normalization has adapted to.
 
     Example::
 
+        hvdtrain.broadcast_variables(model)  # before its first step is compiled
         optimizer.build(model.trainable_variables)  # creates its slots, so that they are sent, too
-        hvdtrain.broadcast_variables(model.variables + optimizer.variables)
+        hvdtrain.broadcast_variables(optimizer.variables)
+
+    Raises:
+        ConfigError: a model within tf.function, or one whose layers were made with other arguments on another rank.
     """
     from hvdtrain.backends.select import backend_for
-    from hvdtrain.state.variables import unique_paths, unwrap
+    from hvdtrain.compat.keras import is_layer
+    from hvdtrain.state.layer_states import refuse_in_graph, share_states
+    from hvdtrain.state.variables import unique_paths, unwrap, warning_of_adapted
 
-    given = list(variables)
-    tensors = [unwrap(variable) for variable in given]
-    backend_for(current()).broadcast(dict(zip(unique_paths(given), tensors, strict=True)), root=root_rank)
+    model = variables if is_layer(variables) else None
+    given = list(variables if model is None else model.variables)
+    unwrapped = [unwrap(variable) for variable in given]
+    tensors = dict(zip(unique_paths(given), unwrapped, strict=True))
+    backend = backend_for(current())
+    if model is None:
+        with warning_of_adapted(given, "Write hvdtrain.broadcast_variables(model), before its first step."):
+            backend.broadcast(tensors, root=root_rank)
+        return
+    refuse_in_graph()
+    backend.broadcast(tensors, root=root_rank)
+    share_states(model, backend, root_rank)
 
 
 def is_initialized() -> bool:

@@ -18,6 +18,11 @@ from hvdtrain.compat.keras_variables import is_stateless, on_their_devices
 # Layers
 
 
+def is_layer(thing: Any) -> bool:
+    """Return whether `thing` is a layer of Keras 3, or a model."""
+    return isinstance(thing, keras.layers.Layer)
+
+
 def flatten_layers(layer: Any, *, recursive: bool = True, include_self: bool = True) -> list[Any]:
     """Return `layer` and its inner layers, outer first; none for an operation of keras.ops.
 

@@ -12,8 +12,8 @@ from horovod.common.exceptions import HorovodInternalError
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.horovod.basics import init
 from hvdtrain.horovod.distribution import distribution_of
-from hvdtrain.horovod.flavour import optimizers, refuse_other_keras
-from hvdtrain.horovod.functions import broadcast_object, broadcast_object_fn, broadcast_variables
+from hvdtrain.horovod.flavour import IS_LEGACY, optimizers, refuse_other_keras
+from hvdtrain.horovod.functions import broadcast_object, broadcast_object_fn, broadcast_variables, send_states
 from hvdtrain.horovod.names import rank, shutdown
 from hvdtrain.runtime.consequences import is_cut_off
 from hvdtrain.state.variables import unwrap
@@ -134,6 +134,8 @@ class TensorFlowKerasState(_VariablesState):
 
     def sync(self) -> None:
         """Take over rank 0's model, optimizer and properties, and keep them."""
+        if not IS_LEGACY:
+            send_states(self.model, 0)
         super().sync()
         self._forget_passes()
 

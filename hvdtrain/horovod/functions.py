@@ -3,7 +3,8 @@
 import io
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
@@ -20,7 +21,7 @@ from hvdtrain.horovod.v1.variables import broadcast_in_session, in_session_graph
 from hvdtrain.runtime.collectives import AxisCollectives
 from hvdtrain.runtime.compiled import numbered
 from hvdtrain.runtime.process_sets import check_exists, collectives_among, index_of_root, is_included
-from hvdtrain.state.variables import as_written, path_of, unwrap
+from hvdtrain.state.variables import as_written, path_of, unwrap, warning_of_adapted
 
 __all__ = [
     "ProcessSet",
@@ -39,25 +40,69 @@ __all__ = [
 
 @as_written
 def broadcast_variables(
-    variables: Iterable[Any], root_rank: int, process_set: Any = global_process_set, inplace: bool = False
+    variables: Any, root_rank: int, process_set: Any = global_process_set, inplace: bool = False
 ) -> Any:
     """Broadcast `variables` from `root_rank` to every rank of `process_set`.
 
     Keras and TensorFlow variables are matched by position in the list. `inplace` needs no second copy. A list without
-    weights, which a model has before it is built, is warned of.
+    weights, which a model has before it is built, is warned of. Of a model of Keras 3 also what its layers hold beside
+    variables is sent.
 
     Returns:
         None; in a graph of TensorFlow 1, an op that broadcasts when a session runs it.
 
     Raises:
-        ConfigError: outside of tf.function, if the ranks' variables differ in number, shape or dtype.
+        ConfigError: outside of tf.function, if the ranks' variables differ in number, shape or dtype; a model within.
     """
+    if (model := _model_of_keras_3(variables)) is not None:
+        from hvdtrain.state.layer_states import refuse_in_graph
+
+        refuse_in_graph()
+        send(model.variables, root_rank, process_set, inplace)
+        _warn_without_weights(model.variables)
+        send_states(model, root_rank, process_set)
+        return None
     given = variables if isinstance(variables, list) else list(variables)
     if in_session_graph():
         return broadcast_in_session([unwrap(variable) for variable in given], root_rank, process_set, inplace)
-    send(given, root_rank, process_set, inplace)
+    with warning_of_adapted(given, FINALIZE, stacklevel=2):
+        send(given, root_rank, process_set, inplace)
     _warn_without_weights(given)
     return None
+
+
+FINALIZE = (
+    "Call the layer's finalize_state() after the broadcast, before the step is compiled, or with Keras 3 "
+    "hvd.broadcast_variables(model, root_rank=0)."
+)
+
+
+def _model_of_keras_3(thing: Any) -> Any:
+    if not any(kind.__module__.split(".")[0] == "keras" for kind in type(thing).__mro__):
+        return None
+    from hvdtrain.compat.keras import is_layer  # a script of Keras 2 does without Keras 3
+
+    return thing if is_layer(thing) else None
+
+
+def send_states(model: Any, root_rank: int, process_set: Any = global_process_set, apart: Collection[int] = ()) -> None:
+    """Send what layers of Keras 3 hold beside variables, but for layers with a variable `apart`, by id."""
+    from hvdtrain.state.layer_states import share_states
+
+    if not is_included(process_set):
+        return
+    exchange = collectives_among(process_set)
+    ranks = _RanksOfSet(process_set, exchange.index)
+    share_states(model, ranks, index_of_root(root_rank, exchange), apart)
+
+
+@dataclass(frozen=True)
+class _RanksOfSet:
+    process_set: Any
+    rank: int
+
+    def gather_bytes(self, payload: bytes, *, timeout: float | None) -> list[bytes]:
+        return allgather_object(payload, name="states_of_layers", process_set=self.process_set)
 
 
 def send(

@@ -5,15 +5,14 @@ import hashlib
 import io
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.backends.protocol import Backend
 from hvdtrain.compat.keras import flatten_layers
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.runtime.placement import placement_of
@@ -75,18 +74,35 @@ def copy_states(model: Any, copy: Any) -> None:
     restore_states(layers_with_states(copy), states_of(layers_with_states(model)))
 
 
-def share_states(model: Any, backend: Backend, root: int) -> None:
-    """Give every rank the states of `root`. Collective.
+class Ranks(Protocol):
+    """Ranks that exchange bytes, such as those of a backend."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among them."""
+
+    def gather_bytes(self, payload: bytes, *, timeout: float | None) -> list[bytes]:
+        """Return every rank's payload. Collective."""
+
+
+def share_states(model: Any, ranks: Ranks, root: int, apart: Collection[int] = ()) -> None:
+    """Give every rank the states of `root`, but for layers with a variable `apart`, by id. Collective.
+
+    Layers derive anew what they derive from their variables, and the model's functions are traced anew.
 
     Raises:
         ConfigError: the layers' configurations differ, such as a vocabulary that was given to the constructor.
     """
-    layers = layers_with_states(model)
+    layers = {
+        place: layer
+        for place, layer in layers_with_states(model).items()
+        if not any(id(unwrap(variable)) in apart for variable in layer.variables)
+    }
     if not layers:
         return
     states = states_of(layers)
     mine = {place: [_config_hash(layer), _hash(states[place])] for place, layer in layers.items()}
-    everyone = [json.loads(text) for text in backend.gather_bytes(json.dumps(mine).encode(), timeout=None)]
+    everyone = [json.loads(text) for text in ranks.gather_bytes(json.dumps(mine).encode(), timeout=None)]
     for rank, theirs in enumerate(everyone):
         for place, layer in layers.items():
             if theirs.get(place, [None])[0] != everyone[root][place][0]:
@@ -97,11 +113,34 @@ def share_states(model: Any, backend: Backend, root: int) -> None:
                 )
     if all(theirs == everyone[root] for theirs in everyone):
         restore_states(layers, states)
+        _forget_traces(model)
         return
     payload = json.dumps({place: state.tobytes().hex() for place, state in states.items()}).encode()
-    sent = backend.gather_bytes(payload if backend.rank == root else b"{}", timeout=None)[root]
+    sent = ranks.gather_bytes(payload if ranks.rank == root else b"{}", timeout=None)[root]
     received = {place: np.frombuffer(bytes.fromhex(text), np.uint8) for place, text in json.loads(sent).items()}
     restore_states(layers, received)
+    _forget_traces(model)
+
+
+def _forget_traces(model: Any) -> None:
+    # A traced function holds as constants what layers had derived from their variables.
+    if not isinstance(model, keras.Model):
+        return
+    if model.train_function is not None:  # fit may be running
+        model.make_train_function(force=True)
+    model.test_function = model.predict_function = None
+
+
+def refuse_in_graph() -> None:
+    """Refuse to share states in a graph, of which they are no part.
+
+    Raises:
+        ConfigError: called inside tf.function, or in a graph of TensorFlow 1.
+    """
+    if not tf.executing_eagerly():
+        raise ConfigError(
+            "broadcast_variables(model) shares what is no tensor: call it before the step, outside of it."
+        )
 
 
 def _saves_itself(layer: Any) -> bool:

@@ -1,6 +1,7 @@
 """Convert Keras variables to the tf.Variables they wrap; name them, and free their memory."""
 
 import re
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
@@ -43,6 +44,35 @@ def restoring(variables: Iterable[tf.Variable]) -> Iterator[None]:
     finally:
         for variable, value in before:
             variable.assign(value)
+
+
+@contextmanager
+def warning_of_adapted(variables: Sequence[Any], cure: str, *, stacklevel: int = 1) -> Iterator[None]:
+    """Warn if the context changes what Normalization layers have adapted to, of which they compute with a copy.
+
+    In a graph, where values are unknown, warn of all. `cure` is the line to write instead.
+    """
+    tensors = [unwrap(variable) for variable in variables]
+    by_path = dict(zip(map(path_of, variables), tensors, strict=True))
+    moments: dict[str, list[tf.Variable]] = {}
+    for path, count in by_path.items():
+        scope = path.removesuffix("count")
+        found = [by_path[name] for name in (f"{scope}mean", f"{scope}variance") if name in by_path]
+        if path.split("/")[-1] == "count" and count.dtype.is_integer and len(found) == 2:
+            moments[scope.rstrip("/") or "Normalization"] = found
+    before = {name: [each.numpy() for each in found] for name, found in moments.items() if tf.executing_eagerly()}
+    yield
+    changed = [
+        name
+        for name, found in moments.items()
+        if name not in before or any((each.numpy() != old).any() for each, old in zip(found, before[name], strict=True))
+    ]
+    if changed:
+        warnings.warn(
+            f"{', '.join(changed)}: what this rank has adapted to was replaced by another rank's, but "
+            f"Normalization computes with a copy of its variables, and lookups hold what is no variable. {cure}",
+            stacklevel=stacklevel + 3,
+        )
 
 
 def path_of(variable: Any) -> str:

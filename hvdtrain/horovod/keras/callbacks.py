@@ -9,12 +9,12 @@ import tensorflow as tf
 from hvdtrain.compat.horovod import learning_rate_schedule
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.horovod.collectives import allreduce
-from hvdtrain.horovod.flavour import keras, optimizers, refuse_other_keras
-from hvdtrain.horovod.functions import allgather_object, gathered, send
+from hvdtrain.horovod.flavour import IS_LEGACY, keras, optimizers, refuse_other_keras
+from hvdtrain.horovod.functions import FINALIZE, allgather_object, gathered, send, send_states
 from hvdtrain.horovod.names import global_process_set, rank, size
 from hvdtrain.optim.averaging import innermost
 from hvdtrain.runtime.process_sets import collectives_among
-from hvdtrain.state.variables import path_of, unwrap
+from hvdtrain.state.variables import path_of, unwrap, warning_of_adapted
 
 __all__ = [
     "BestModelCheckpoint",
@@ -42,7 +42,8 @@ class BroadcastGlobalVariablesCallback(Callback):
     """Broadcasts weights and optimizer state from `root_rank` at the start of training.
 
     Before the first step if the model is built on every rank, otherwise after it, as Horovod always does. Optimizers
-    that are attributes of the model are broadcast along with the compiled one.
+    that are attributes of the model are broadcast along with the compiled one, and with Keras 3 what layers hold beside
+    variables, such as vocabularies.
 
     Args:
         root_rank: the rank to broadcast from.
@@ -105,8 +106,10 @@ class BroadcastGlobalVariablesCallback(Callback):
                 "after its first step. Assign layers and variables to attributes of the model, where Keras finds them."
             )
         self._sent = {key: variable for key, variable in variables.items() if key not in self._local}
-        with tf.device(self.device):
+        with tf.device(self.device), warning_of_adapted(list(self._sent.values()) if IS_LEGACY else [], FINALIZE):
             send(self._sent.values(), self.root_rank)
+        if not IS_LEGACY:
+            send_states(self.model, self.root_rank, apart=self._local)
         self.broadcast_done = True
 
 

@@ -77,6 +77,33 @@ def check_objects(world: World) -> None:
     assert [each["rank"] for each in hvd.allgather_object(mine)] == list(range(world.size))
 
 
+def adapted(world: World) -> Any:
+    """A model that each rank has adapted to data of its own."""
+    layer = keras.layers.Normalization(name="norm")
+    layer.adapt(np.random.default_rng(world.rank).standard_normal((8, 2)).astype("float32"))
+    return keras.Sequential([keras.Input((2,)), layer, keras.layers.Dense(1, kernel_initializer="ones")])
+
+
+@worlds("mpirun-2")
+def check_broadcasts_of_adapted_layers(world: World) -> None:
+    """Their outputs are the root's too, also where one step was compiled before; of variables alone they warn."""
+    root, x = world.size - 1, np.ones((4, 2), "float32")
+    model = adapted(world)
+    model.compile(hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.0)), "mse", jit_compile=False)
+    model.fit(x, x[:, 0], verbose=0)
+    model.fit(x, x[:, 0], verbose=0, callbacks=[hvd_keras.callbacks.BroadcastGlobalVariablesCallback(root)])
+    assert world.same_everywhere(model.predict(x, verbose=0).tobytes())
+    model = adapted(world)
+    hvd.broadcast_variables(model, root_rank=root)
+    assert world.same_everywhere(model(x).numpy().tobytes())
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        hvd.broadcast_variables(adapted(world).variables, root_rank=root)
+    texts = [str(each.message) for each in seen if "finalize_state" in str(each.message)]
+    assert len(texts) == int(world.rank != root), texts
+    assert all(text.startswith("norm") for text in texts)
+
+
 @worlds("mpirun-2")
 @worlds("gloo-2", "gloo-1", "gloo-4", extended=True)
 def check_broadcast_variables(world: World) -> None:

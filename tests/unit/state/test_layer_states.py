@@ -1,5 +1,7 @@
 """What layers hold beside their variables: compared, shared, saved and copied."""
 
+import warnings
+
 import keras
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ import tensorflow as tf
 import hvdtrain
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.state.layer_states import layers_with_states, share_states
+from hvdtrain.state.variables import unwrap, warning_of_adapted
 from tests.unit.gathering import on_ranks
 
 X = np.random.default_rng(0).standard_normal((16, 4)).astype("float32")
@@ -77,6 +80,40 @@ def test_every_rank_gets_the_states_of_the_first(build, data):
     after = [model(data).numpy() for model in models]
     np.testing.assert_array_equal(after[0], before[0])
     np.testing.assert_array_equal(after[1], before[0])
+
+
+def normalizing_alone(rank):
+    layer = keras.layers.Normalization(name="norm")
+    layer.adapt((10 + rank) * X + 3)
+    return keras.Sequential([keras.Input((4,)), layer])
+
+
+def test_functions_that_were_traced_before_compute_with_what_is_shared():
+    models = [normalizing_alone(rank) for rank in range(2)]
+    expected = models[0].predict(X, verbose=0)
+    assert np.abs(models[1].predict(X, verbose=0) - expected).max() > 0
+    on_ranks(2, lambda backend: share_states(models[backend.index], backend, 0))
+    np.testing.assert_array_equal(models[1].predict(X, verbose=0), expected)
+
+
+def test_layers_with_variables_apart_keep_their_state():
+    models = [normalizing_alone(rank) for rank in range(2)]
+    before = models[1].predict(X, verbose=0)
+    apart = {id(unwrap(variable)) for model in models for variable in model.variables}
+    on_ranks(2, lambda backend: share_states(models[backend.index], backend, 0, apart))
+    np.testing.assert_array_equal(models[1].predict(X, verbose=0), before)
+
+
+def test_adapted_variables_that_are_replaced_without_their_layer_are_warned_of():
+    mine, theirs = (normalizing_alone(rank) for rank in range(2))
+    with (
+        pytest.warns(UserWarning, match=r"^norm: .* Pass the model\.$"),
+        warning_of_adapted(mine.variables, "Pass the model."),
+    ):
+        mine.set_weights(theirs.get_weights())
+    with warnings.catch_warnings(), warning_of_adapted([*mine.variables, keras.Variable(0, name="count")], ""):
+        warnings.simplefilter("error")
+        mine.set_weights(theirs.get_weights())
 
 
 def test_vocabularies_that_were_given_and_differ_are_refused():
