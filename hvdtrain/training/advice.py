@@ -27,6 +27,7 @@ from hvdtrain.training.options import StepOptions
 MOST_ELEMENTS = 4 * 1024 * 1024
 """Gradients larger than this are judged by a part of this size: beyond it both times grow with the size alone."""
 REPETITIONS = 5
+MOST_VIEWS = 4
 
 
 def compression_cost(backend: Backend, elements: int, compression: CompressionName) -> float:
@@ -222,3 +223,24 @@ def pipeline_notes(model: PipelineStage, options: StepOptions) -> list[str]:
 def narrow(outputs: Any) -> bool:
     """Return whether any tensor has a 16-bit floating dtype."""
     return any(tf.as_dtype(t.dtype).is_floating and tf.as_dtype(t.dtype).size < 4 for t in tf.nest.flatten(outputs))
+
+
+def about_views(inputs: Any, replicas: int) -> str:
+    """Return what to write for views that were stacked along dim 0, or nothing if samples seem to be there.
+
+    They seem not to be if a batch of all replicas has at most `MOST_VIEWS` rows, each of which has more of its own.
+    """
+    shapes = [tuple(leaf.shape) for leaf in tf.nest.flatten(inputs)]
+    if replicas == 1 or not shapes or not all(_may_be_views(shape, replicas) for shape in shapes):
+        return ""
+    rows, *rest = shapes[0]
+    return (
+        f"Dim 0 of the data counts samples: of {rows * replicas}, this replica has {rows}, of shape {tuple(rest)}. "
+        "If it counts views of the samples in dim 1, give the views as a tuple, ((first, second),) in place of "
+        "tf.stack([first, second])."
+    )
+
+
+def _may_be_views(shape: Sequence[int | None], replicas: int) -> bool:
+    rows, inner = shape[:2] if len(shape) > 2 else (None, None)
+    return bool(rows and inner and rows * replicas <= MOST_VIEWS < inner)

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.compat.keras import build_from, compile_arguments, flatten_layers
-from hvdtrain.config.errors import ConfigError, DataError
+from hvdtrain.config.errors import ConfigError, DataError, UserError
 from hvdtrain.config.options import check
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.shapes import check_source
@@ -22,7 +22,7 @@ from hvdtrain.optim.averaging import innermost
 from hvdtrain.optim.optimizers import NoOptimizer
 from hvdtrain.state.optimizers import MAIN, optimizers_of
 from hvdtrain.state.train_state import TrainState
-from hvdtrain.training.advice import narrow
+from hvdtrain.training.advice import about_views, narrow
 from hvdtrain.training.assembly import job_facts, model_facts, splits_sequences
 from hvdtrain.training.compile_settings import Objective, compile_for_trainer
 from hvdtrain.training.evaluation.evaluate import KerasEvaluator
@@ -130,6 +130,14 @@ class KerasStepFactory:
         """
         if self._built:
             return
+        try:
+            self._build_from(batch, training=training)
+        except Exception as error:
+            if not isinstance(error, UserError) and (note := about_views(batch.inputs, self._backend.size)):
+                error.add_note(note)
+            raise
+
+    def _build_from(self, batch: Batch, *, training: bool) -> None:
         if self._backend.size > 1 and forms_own_loss(self._model, "test_step"):
             self._evaluator.find_kinds = self._kinds_in_evaluation
         with self._backend.scope():
