@@ -43,7 +43,7 @@ def best_metric(name: str, mode: ModeName) -> BestMetric:
         return BestMetric(name, "min")
     if any(re.fullmatch(_HIGHER_IS_BETTER, word) for word in words):
         return BestMetric(name, "max")
-    option = opt("keep_best_mode")
+    option = opt("keep_best_mode", argument=False)
     raise ConfigError(
         f"The name of a metric must tell whether low or high values are better, unless {option} does. "
         f"Received: {name!r}, in which no word such as loss or accuracy does. Correct the name, or set {option} to min "

@@ -24,12 +24,12 @@ BY_NUMBER = excludes(
 
 def _once_each(changes: tuple[str, ...]) -> None:
     if len(set(changes)) < len(changes):
-        raise ConfigError(f"{opt('augment')} names one change twice. Received: {' '.join(changes)}.")
+        raise ConfigError(f"{opt('augment', argument=False)} names one change twice. Received: {' '.join(changes)}.")
 
 
 def _policy(text: str) -> None:
     if text != "raise" and not re.fullmatch(r"skip:[1-9]\d*", text):
-        raise ConfigError(f"{opt('on_bad_record')} must be raise or skip:N. Received: {text!r}.")
+        raise ConfigError(f"{opt('on_bad_record', argument=False)} must be raise or skip:N. Received: {text!r}.")
 
 
 @section

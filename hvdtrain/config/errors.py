@@ -3,13 +3,11 @@
 Messages name the cause, the value received and the option that fixes it.
 """
 
-import functools
-import importlib
 import re
 from collections.abc import Mapping
 
-_OPTION = re.compile("\x02([a-z_]+)(?:=([^\x03]*))?\x03")
-"""An option as `opt` encodes it, between control characters that user text never contains."""
+_OPTION = re.compile("\x02(--)?([a-z_]+)(?:=([^\x03]*))?\x03")
+"""An option as `opt` encodes it, between control characters that user text never contains; a flag begins with --."""
 _UNQUOTED = re.compile(r"[-+]?\d[\d.]*(e[-+]?\d+)?|True|False|None|[A-Z]")
 """Values that Python writes without quotes, and placeholders (N)."""
 
@@ -63,13 +61,17 @@ class OptionError(ConfigError):
         shown: str | None = None,
         received: str = "",
         sentence: bool = False,
+        argument: bool = True,
     ) -> "OptionError":
-        """Return the error of `option`, called `shown` in the message; a `sentence` separates problem and advice."""
+        """Return the error of `option`, called `shown` in the message; a `sentence` separates problem and advice.
+
+        Without `shown`, `argument` says whether scripts have it.
+        """
         if not advice:
             end = f". Received: {value!r}."
         else:
             end = f". {advice[0].upper()}{advice[1:]}." if sentence else f": {advice}."
-        message = f"{shown or opt(option)} {problem}{end}{received}"
+        message = f"{shown or opt(option, argument=argument)} {problem}{end}{received}"
         return cls(message, option=option, value=value, problem=problem, advice=advice)
 
 
@@ -124,12 +126,14 @@ class SetupError(UserError):
     """A prerequisite for building Horovod is missing, or a build step failed."""
 
 
-def opt(name: str, value: object = None) -> str:
+def opt(name: str, value: object = None, *, argument: bool = True) -> str:
     """Encode an option for an error message, rendered as argument or flag.
 
-    A name that is not an argument is rendered as a flag in scripts, too; a capital letter as value is a placeholder.
+    One that is no argument of a Python function is rendered as a flag in scripts, too; a capital letter as value is a
+    placeholder.
     """
-    return f"\x02{name}\x03" if value is None else f"\x02{name}={value}\x03"
+    called = name if argument else f"--{name}"
+    return f"\x02{called}\x03" if value is None else f"\x02{called}={value}\x03"
 
 
 def in_script(message: str, called: Mapping[str, str] | None = None) -> str:
@@ -145,19 +149,11 @@ def on_command_line(message: str) -> str:
     return _OPTION.sub(_as_flag, message)
 
 
-@functools.cache
-def arguments() -> frozenset[str]:
-    """Return the options that are also Python arguments of `Trainer`, `fit`, `init` or `learning_rate_schedule`."""
-    # By name, when a message is shown: the declarations raise these errors themselves.
-    declared = importlib.import_module("hvdtrain.config.run").option_fields()
-    return frozenset(name for name, each in declared.items() if each.metadata["declaration"].argument)
-
-
 def _as_argument(found: re.Match[str], called: Mapping[str, str]) -> str:
-    name, value = found.groups()
+    flag, name, value = found.groups()
     if f"{name}={value}" in called:
         return called[f"{name}={value}"]
-    if name not in called and name not in arguments():
+    if flag and name not in called:
         return _as_flag(found)
     argument = called.get(name, name)
     if value is None:
@@ -166,6 +162,6 @@ def _as_argument(found: re.Match[str], called: Mapping[str, str]) -> str:
 
 
 def _as_flag(found: re.Match[str]) -> str:
-    name, value = found.groups()
+    _, name, value = found.groups()
     flag = f"--{name.replace('_', '-')}"
     return flag if value is None else f"{flag} {value}"

@@ -161,5 +161,5 @@ def described(rules: Iterable[Rule]) -> str:
 def _title(condition: Condition) -> str:
     if condition.values == OF_TF_DISTRIBUTE:
         return "strategies of tf.distribute"
-    known = {each.name: declaration_of(each).title for each in fields(Facts)}
-    return title_of(condition, known.get(condition.name, ""))
+    known = {each.name: declaration_of(each) for each in fields(Facts)}
+    return title_of(condition, known.get(condition.name, Declaration("", (), None)))

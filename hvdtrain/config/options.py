@@ -134,12 +134,13 @@ def _validate_value(each: Any, value: Any, kinds: tuple[Any, ...]) -> None:
     name, declared = each.name, declaration_of(each)
     choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
     if choices and value not in choices:
-        raise OptionError.of(name, value, f"must be one of {', '.join(map(str, choices))}")
+        problem = f"must be one of {', '.join(map(str, choices))}"
+        raise OptionError.of(name, value, problem, argument=declared.argument)
     if declared.within:
         kind = int if int in kinds or tuple[int, ...] in kinds else float
         numbers_given = value if isinstance(value, tuple) else (value,)
         if not all(_lies_within(number, declared.within, kind) for number in numbers_given):
-            raise OptionError.of(name, value, f"must be {limits_of(declared.within)}")
+            raise OptionError.of(name, value, f"must be {limits_of(declared.within)}", argument=declared.argument)
     if declared.valid is not None:
         declared.valid(value)
 
@@ -211,9 +212,10 @@ def violations(*options: Any, facts: Any = None) -> Iterator[tuple[Rule, str, Op
 def notes(*options: Any, facts: Any = None) -> list[str]:
     """Return notes on options without effect; same arguments as `check`."""
     idle: dict[str, list[str]] = {}
-    for rule, title, error in violations(*options, facts=facts):
+    known = _Known(options, facts)
+    for rule, title, error in known.violations():
         if rule.note:
-            idle.setdefault(title, []).append(opt(error.option))
+            idle.setdefault(title, []).append(known.called(error.option))
     return [
         f"note: without {title} {', '.join(names)} {'has' if len(names) == 1 else 'have'} no effect."
         for title, names in idle.items()
@@ -274,7 +276,7 @@ class _Known:
 
     def _conflict(self, name: str, rule: Rule, other: str) -> OptionError:
         both = self._is_option(other) or not self._is_option(name)
-        advice = rule.instead or ("leave out one of them" if both else f"leave out {opt(name)}")
+        advice = rule.instead or ("leave out one of them" if both else f"leave out {self.called(name)}")
         problem = f"does not go with {self._shown(other)}"
         return self._error(name, f"{problem}: {rule.why}" if rule.why else problem, advice, sentence=bool(rule.why))
 
@@ -296,13 +298,18 @@ class _Known:
         value, declared = self._values[name], declaration_of(self._fields[name])
         if declared.shown:
             return declared.shown.format(value)
-        return opt(name) if value is None or isinstance(value, bool | tuple | dict) else opt(name, value)
+        return self.called(name, None if isinstance(value, bool | tuple | dict) else value)
+
+    def called(self, name: str, value: object = None) -> str:
+        """Return the option as `opt` encodes it."""
+        return opt(name, value, argument=declaration_of(self._fields[name]).argument)
 
     def _title(self, other: Condition) -> str:
         each = self._fields.get(other.name)
-        return title_of(other, declaration_of(each).title if each is not None else "")
+        return title_of(other, declaration_of(each)) if each is not None else ""
 
 
-def title_of(condition: Condition, fact: str = "") -> str:
-    """Return what a condition is called in messages and documentation; `fact` is a fact's title."""
-    return fact or " or ".join(opt(condition.name, value) for value in condition.values) or opt(condition.name)
+def title_of(condition: Condition, declared: Declaration) -> str:
+    """Return what a condition is called in messages and documentation."""
+    values = condition.values or (None,)
+    return declared.title or " or ".join(opt(condition.name, each, argument=declared.argument) for each in values)

@@ -149,8 +149,9 @@ def _refuse_twice(config: OptimConfig) -> None:
     for argument in config.optimizer_args:
         option = OWN_OPTIONS.get(argument)
         if option is not None and getattr(config, option) != getattr(OptimConfig, option):
+            called = opt(option, argument=option not in ("ema", "weight_decay"))
             raise ConfigError(
-                f"{opt(option)} and the argument {argument!r} of the optimizer {config.optimizer!r} "
+                f"{called} and the argument {argument!r} of the optimizer {config.optimizer!r} "
                 "do the same: leave out one of them."
             )
 

@@ -3,6 +3,7 @@
 import hashlib
 import inspect
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import keras
@@ -192,9 +193,10 @@ class StreamSource:
                 return self.data.batch(batch)
             return self.data if batch_size_of(self.data) == batch else self.data.rebatch(batch)
         if self.rows != batch:
+            called = partial(opt, option, argument=option != "eval_batch")
             raise ConfigError(
-                f"The batches of {self.name} are global batches, of {self.rows} samples. Received: {opt(option)} "
-                f"{batch}. Use {opt(option, self.rows)}, or --cache memory to read them once into memory."
+                f"The batches of {self.name} are global batches, of {self.rows} samples. Received: {called()} {batch}. "
+                f"Use {called(self.rows)}, or --cache memory to read them once into memory."
             )
         return self.data
 

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 import hvdtrain
-from hvdtrain.config.errors import ConfigError, LaunchError, arguments, in_script, on_command_line, opt
-from hvdtrain.config.run import Config
+from hvdtrain.config.errors import ConfigError, LaunchError, in_script, on_command_line, opt
+from hvdtrain.config.run import Config, option_fields
 from hvdtrain.observability.events import RunInfo
 from hvdtrain.runtime.failures import describe
 from hvdtrain.training.options import StepOptions, step_options
 
+ARGUMENTS = {name for name, option in option_fields().items() if option.metadata["declaration"].argument}
 PACKAGE = Path(hvdtrain.__file__).parent
 COMMAND_LINE_ONLY = (
     *("cli", "installation", "bench", "runs", "recipes", "models"),
@@ -40,7 +41,7 @@ NOT_OF_ERRORS = ("runtime/diagnosis/", "runtime/hierarchy_choice.py")
         (f"and {opt('replicas', 'N')}", "and replicas=N", "and --replicas N"),
         (f"use {opt('parallel', 'tp=2')}", "use parallel='tp=2'", "use --parallel tp=2"),
         (
-            f"see --resume RUN, {opt('max_steps', 3)}",
+            f"see --resume RUN, {opt('max_steps', 3, argument=False)}",
             "see --resume RUN, --max-steps 3",
             "see --resume RUN, --max-steps 3",
         ),
@@ -83,7 +84,7 @@ def test_the_arguments_are_those_that_scripts_have():
     functions = (*functions, hvdtrain.parallelize)
     taken = {name for function in functions for name in inspect.signature(function).parameters}
     taken |= {option.name for option in fields(StepOptions)}
-    assert flags & taken == arguments() | {"model"}  # an object in a script
+    assert flags & taken == ARGUMENTS | {"model"}  # an object in a script
 
 
 def files(*without):
@@ -106,18 +107,15 @@ def test_messages_that_a_script_may_meet_name_options_by_opt():
         for path in files(*COMMAND_LINE_ONLY)
         for place, text in messages(path)
         for flag in FLAG.findall(text)
-        if flag.replace("-", "_") in arguments() and not place.startswith(NOT_OF_ERRORS)
+        if flag.replace("-", "_") in ARGUMENTS and not place.startswith(NOT_OF_ERRORS)
     }
     assert not flags
 
 
 def test_opt_names_options():
-    """By their fields, or by a variable."""
-    known = {
-        option.name for section in vars(Config("")).values() if is_dataclass(section) for option in fields(section)
-    }
+    """By their fields, or by a variable; those that are no arguments say so."""
     named = [
-        (path, ast.literal_eval(node.args[0]))
+        (path, ast.literal_eval(node.args[0]), not node.keywords)
         for path in PACKAGE.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call)
@@ -125,7 +123,8 @@ def test_opt_names_options():
         and isinstance(node.args[0], ast.Constant)
     ]
     assert len(named) > 120
-    assert not [(path.name, name) for path, name in named if name not in known]
+    assert not [(path.name, name) for path, name, _ in named if name not in option_fields()]
+    assert not [(path.name, name) for path, name, argument in named if argument != (name in ARGUMENTS)]
 
 
 @pytest.mark.parametrize(("given", "text"), [({"accumulate": 0}, "accumulate must be at least 1. Received: 0.")])

@@ -9,7 +9,7 @@ import pytest
 
 import hvdtrain
 from hvdtrain.cli.reference import with_options
-from hvdtrain.config.errors import ConfigError, OptionError, in_script, on_command_line
+from hvdtrain.config.errors import ConfigError, OptionError, on_command_line
 from hvdtrain.config.facts import Facts
 from hvdtrain.config.options import (
     applies_to,
@@ -192,7 +192,7 @@ class Sample:
 def test_a_refusal_names_option_value_reason_and_advice(options, said):
     with pytest.raises(OptionError) as refused:
         Sample(**options)
-    assert in_script(refused.value.message).startswith(said)
+    assert on_command_line(refused.value.message).startswith(said)
 
 
 def test_a_refusal_is_made_again_from_its_message():  # as on a rank that is told of another's
