@@ -68,7 +68,6 @@ def evaluate(
     check_shapes(trainer.model, splits, model_family(config.model).loss())
     trainer.build_on(next(iter(batches)))
     trainer.restore(folder.checkpoints, checkpoint)
-    trainer.broadcast_state()
     outcome = trainer.evaluate_on(batches)
     figures = {
         "recipe": run_name(config),

@@ -120,7 +120,6 @@ def trained_model(
     zeros = Batch(inputs=description.zeros(), targets=None, sample_weight=None, has_samples=1.0, global_samples=1)
     build_for(trainer.model, [zeros if like is None else like])
     trainer.restore(folder, which)
-    trainer.broadcast_state()
     trainer.rule.consolidate()
     with trainer.averaged_weights():
         yield trainer.model
