@@ -40,13 +40,16 @@ class ArraySource:
     def __init__(self, elements: Any, name: str = "data") -> None:
         if hasattr(elements, "shape") or isinstance(elements, dict):
             elements = (elements,)
+        _refuse_loader(elements, name)
         if not isinstance(elements, tuple | list) or len(elements) not in (1, 2, 3):
             kind = type(elements).__name__
             raise DataError(
                 f"{name} must be (inputs, targets), (inputs, targets, sample_weight) or, without targets, (inputs,). "
                 f"Received: {f'a {kind} of {len(elements)}' if isinstance(elements, tuple | list) else kind}."
             )
-        arrays = map_tensors(_standard, nest_of(tuple(elements)))
+        nest = nest_of(tuple(elements))
+        map_tensors(lambda leaf: _refuse_loader(leaf, name), nest)
+        arrays = map_tensors(_standard, nest)
         lengths = {_length(array) for array in tensors_in(arrays)}
         if len(lengths) != 1:
             raise DataError(f"The arrays of {name} differ in length: {', '.join(map(str, sorted(lengths)))} samples.")
@@ -90,6 +93,26 @@ class ArraySource:
             else:
                 digest.update(np.ascontiguousarray(tensor.numpy()).view(np.uint8).data)
         return digest.digest()
+
+
+def _refuse_loader(thing: Any, name: str) -> None:
+    """Refuse an iterable of batches, or an iterator: a function is called for each pass, a loader is not known to be.
+
+    Raises:
+        DataError: with the line to write.
+    """
+    of_arrays = (tuple, list, dict, str, bytes)
+    if not hasattr(thing, "__iter__") or isinstance(thing, of_arrays) or _is_array(thing):
+        return
+    raise DataError(
+        f"{name} must be arrays, or batches of a tf.data.Dataset, a PyDataset or a generator function. Received: "
+        f"{type(thing).__name__}. Pass a function that begins anew in each pass: lambda: iter(loader), with the same "
+        "batches on every rank."
+    )
+
+
+def _is_array(thing: Any) -> bool:
+    return any(hasattr(thing, name) for name in ("shape", "dtype", "__array__", "tocsr"))
 
 
 def nest_of(part: Any) -> Any:

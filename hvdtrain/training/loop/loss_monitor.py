@@ -72,6 +72,8 @@ class LossMonitor:
         self._bad_steps: list[BadStep] = []
         self._bad_data: int | None = None
         self._bad_loss: int | None = None
+        self._empty: list[int] = []
+        """Steps that seem to have had no samples, since parameters were seen to be finite and one step before."""
         self._window = np.zeros(2)
         self._epoch = np.array(epoch_sums, np.float64)
         self.skipped = 0
@@ -123,6 +125,7 @@ class LossMonitor:
         self._pending, self._window = [], np.zeros(2)
         self._epoch = np.array(epoch_sums, np.float64)
         self._read, self._bad_data, self._bad_loss, self._bad_steps = step, None, None, []
+        self._empty = []
 
     def _take(self, results: Sequence[tuple[Totals, Any]]) -> None:
         """Read the totals of subsequent steps."""
@@ -130,6 +133,8 @@ class LossMonitor:
             return
         rows = np.array([totals.numpy() for totals, _ in results], np.float64)
         guarded = rows.shape[1] == len(GuardedTotals._fields)
+        # A batch without samples weighs as one.
+        self._empty += (self._read + np.flatnonzero((rows[:, 0] == 0) & (rows[:, 1] <= 1))).tolist()
         if guarded:
             self._set_aside(rows, [here for _, here in results])
         finite = np.isfinite(rows[:, 0])
@@ -157,6 +162,7 @@ class LossMonitor:
         # An activation can hide it from the loss: ReLU makes zeros of NaN.
         if self._raises and (bad_loss is not None or not finite_parameters):
             raise NonFiniteError(self._cause(bad_loss))
+        self._empty = [step for step in self._empty if step == self._read - 1]
         if loss_scale is not None and loss_scale < MIN_LOSS_SCALE:
             raise NonFiniteError(
                 f"The loss scale fell to {loss_scale:g} by {self._place(self._read - 1)}, and gradients overflow "
@@ -167,6 +173,14 @@ class LossMonitor:
     def _cause(self, bad_loss: int | None) -> str:
         if self._bad_data is not None:
             return f"The data hold NaN or infinite values at {self._place(self._bad_data)}."
+        before = [step for step in self._empty if bad_loss is None or bad_loss - 1 <= step <= bad_loss]
+        if before:
+            what, step = ("Parameters", self._read - 1) if bad_loss is None else ("The loss", bad_loss)
+            return (
+                f"{what} became NaN or infinite by {self._place(step)}, and the batch of {self._place(before[0])} "
+                "seems to have no samples, of which layers such as BatchNormalization have no mean. Leave such batches "
+                "out: filter samples before batch(), not after it."
+            )
         if bad_loss is not None:
             return (
                 f"The loss became NaN or infinite at {self._place(bad_loss)}, with sound data: a lower "

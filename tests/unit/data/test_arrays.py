@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from hvdtrain.config.errors import DataError
 from hvdtrain.data import arrays
 from hvdtrain.data.arrays import ArraySource, FileRows
 
@@ -23,6 +24,22 @@ def in_file(request, tmp_path, monkeypatch):
         return
     with h5py.File(tmp_path / "rows.h5", "w") as file:
         yield file.create_dataset("rows", data=ROWS)
+
+
+class Loader:
+    """An iterable of batches, as PyTorch's."""
+
+    def __len__(self):
+        return 2
+
+    def __iter__(self):
+        return iter([(ROWS[:8], LABELS[:8])] * 2)
+
+
+@pytest.mark.parametrize("data", [Loader(), (Loader(),), iter(Loader()), zip(ROWS, LABELS, strict=True)])
+def test_iterables_of_batches_are_refused_with_what_to_write(data):
+    with pytest.raises(DataError, match=r"mine must be arrays, or batches.* lambda: iter\(loader\)"):
+        ArraySource(data, "mine")
 
 
 def test_rows_of_a_large_array_are_read_from_its_file(in_file):

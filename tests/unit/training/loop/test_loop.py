@@ -215,6 +215,22 @@ def test_the_step_is_that_of_the_log_and_the_epoch_that_of_the_data(rows, finite
         monitor.settle(finite_parameters=finite)
 
 
+@pytest.mark.parametrize(
+    ("rows", "finite", "said"),
+    [
+        ([[1.0, 8.0, 0.0], [0.0, 1.0, 0.0], [np.nan, 8.0, 0.0]], True, "The loss .* batch of step 2 .* no samples"),
+        ([[0.0, 1.0, 0.0], [1.0, 8.0, 0.0]], False, "Parameters .* batch of step 1 .* no samples"),
+        ([[0.0, 1.0, 0.0], [1.0, 8.0, 0.0], [np.nan, 8.0, 0.0]], True, "a lower learning_rate"),
+        ([[0.0, 8.0, 0.0], [np.nan, 8.0, 0.0]], True, "a lower learning_rate"),
+    ],
+)
+def test_a_batch_without_samples_is_named_where_it_may_be_the_cause(rows, finite, said):
+    monitor = LossMonitor(10)
+    noted(monitor, rows)
+    with pytest.raises(NonFiniteError, match=said):
+        monitor.settle(finite_parameters=finite)
+
+
 def test_skipped_steps_are_counted():
     monitor = LossMonitor(10, skips=True)
     noted(monitor, [[4.0, 2.0, 0.0], [np.inf, 2.0, 0.0], [8.0, 2.0, 0.0]])
