@@ -425,7 +425,7 @@ def test_several_inputs_without_targets_may_be_listed(form):
     for name, values in theirs.history.items():
         np.testing.assert_allclose(found.history[name], values, rtol=1e-5)
     expected = reference.evaluate(pair, batch_size=8, verbose=0)
-    np.testing.assert_allclose(trainer.evaluate(pair, batch=8, verbose=0).loss, expected, rtol=1e-5)
+    np.testing.assert_allclose(trainer.evaluate(pair, batch=8, verbose=0), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("offset", [None, pytest.param(X[:, ::-1].copy(), marks=pytest.mark.extended)])
