@@ -76,7 +76,9 @@ def current_position() -> Position:
     frames.pop(threading.get_ident(), None)  # this frame would hold itself, and all others until garbage is collected
     if position.state == "code":
         others = (position_of(frame) for ident, frame in frames.items() if ident not in ours)
-        position = next((other for other in others if other.state in ("collective", "function")), position)
+        found = next((other for other in others if other.state in ("collective", "function")), position)
+        # A thread of a library's or of hvdtrain's holds no line of the user's: the main thread has the call that waits.
+        position = replace(found, where=found.where or position.where)
     return position
 
 

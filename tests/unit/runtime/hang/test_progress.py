@@ -144,6 +144,26 @@ def test_the_users_own_line_is_named():
     assert current_position().state == "code"
 
 
+def test_the_users_own_line_is_named_where_a_librarys_thread_waits():
+    begun, over = threading.Event(), threading.Event()
+
+    def wait():
+        begun.set()
+        over.wait(20)
+
+    scope = {"__name__": "horovod.tensorflow.mpi_ops", "call": wait}
+    exec(compile("def allreduce(name='grad.0'):\n    call()", "/lib/python3.11/made.py", "exec"), scope)
+    wait.__code__ = wait.__code__.replace(co_filename="/lib/python3.11/waits.py")
+    worker = threading.Thread(target=scope["allreduce"])
+    worker.start()
+    begun.wait(20)
+    found = current_position()
+    over.set()
+    worker.join()
+    assert found.state == "collective"
+    assert found.where.startswith("test_progress.py:")
+
+
 def test_a_look_from_a_watching_thread_leaves_nothing_that_holds_what_was_at_work():
     """An iterator that lives on until Python ends waits for ever for the Python code that it runs."""
 
