@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from hvdtrain.backends.protocol import Backend
+from hvdtrain.backends.protocol import Backend, gather
 from hvdtrain.backends.select import backend_for
 from hvdtrain.checkpoint.background import BackgroundSaver
 from hvdtrain.checkpoint.checkpointer import Checkpointer
@@ -122,8 +122,10 @@ def _train(
             f"--resume takes a run with a checkpoint. Received: {path}, which has none. Start a new run, or start "
             f"this one again by its first command and --resume auto."
         )
-    elif first and resume == "no" and (commits is None or not commits.goes_on):
-        create(path)
+    elif resume == "no" and (commits is None or not commits.goes_on):
+        if first:
+            create(path)
+        gather(backend, True)  # before another rank's log is in it
     scalars = trainer.state.scalars
     scalars.data = identity
     settle_processes(scalars, data, backend.processes, path)
