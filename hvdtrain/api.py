@@ -229,14 +229,14 @@ def broadcast_variables(variables: Any, root_rank: int = 0) -> None:
 
     Of a model also what its layers hold beside them: vocabularies, and what Normalization has adapted to.
 
+    Raises:
+        ConfigError: a model within tf.function, or one whose layers were made with other arguments on another rank.
+
     Example::
 
         hvdtrain.broadcast_variables(model)  # before its first step is compiled
         optimizer.build(model.trainable_variables)  # creates its slots, so that they are sent, too
         hvdtrain.broadcast_variables(optimizer.variables)
-
-    Raises:
-        ConfigError: a model within tf.function, or one whose layers were made with other arguments on another rank.
     """
     from hvdtrain.backends.select import backend_for
     from hvdtrain.compat.keras import is_layer

@@ -1,6 +1,7 @@
 """The start of TensorFlow in this process: import, log level, and iterators that end without a wait."""
 
 import contextlib
+import functools
 import gc
 import os
 import re
@@ -102,6 +103,7 @@ def end_iterators_at_once(threads: int) -> None:
     if getattr(begin, _UNTUNED, False):
         return
 
+    @functools.wraps(begin)
     def untuned(dataset: Any) -> Any:
         return begin(_without_tuning(dataset, threads))
 

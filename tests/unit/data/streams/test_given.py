@@ -1,5 +1,7 @@
 """What `fit` and `evaluate` are given must be the same on every rank."""
 
+from threading import BrokenBarrierError
+
 import keras
 import numpy as np
 import pytest
@@ -174,7 +176,10 @@ def test_one_file_for_the_caches_of_several_ranks_is_refused(tmp_path):
         return dataset().cache(str(tmp_path / name)).map(lambda x, y: (x, y))
 
     for read in (fit_on, evaluate_on):
-        said = refused(read(cached("all"), cached("all")))
+        # A rank that meets the other's lock ends the job, before the two have compared their files.
+        said = refused(
+            [each for each in read(cached("all"), cached("all")) if not isinstance(each, BrokenBarrierError)]
+        )
         assert f"to one file, '{tmp_path}/all'" in said
         assert 'dataset.cache(f"{file}-{hvdtrain.rank()}")' in said
     own = fit_on(cached("0"), cached("1"))

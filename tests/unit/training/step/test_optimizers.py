@@ -323,6 +323,7 @@ def test_an_epoch_that_is_resumed_reports_all_of_it():
     for batch in batches[1:]:
         second(batch, measure=False)
     assert second.epoch_metrics()["a_loss"] == pytest.approx(expected)
+    second.begin_metrics()
     assert second.metric_sums()["a_loss"] == [0.0, 0.0]
 
 
