@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     )
     from hvdtrain.gradients.distributed_optimizer import DistributedOptimizer
     from hvdtrain.gradients.tape import DistributedGradientTape
+    from hvdtrain.gradients.whole_batch import whole_batch
     from hvdtrain.layers.attention import DotProductAttention
     from hvdtrain.layers.embedding import ShardedEmbedding
     from hvdtrain.layers.experts import MixtureOfExperts
@@ -100,6 +101,7 @@ _PUBLIC = {
     "shutdown": "hvdtrain.api",
     "size": "hvdtrain.api",
     "trace_step": "hvdtrain.api",
+    "whole_batch": "hvdtrain.gradients.whole_batch",
 }
 
 _WITHOUT_TENSORFLOW = ("hvdtrain.api", "hvdtrain.config.checkpoint", "hvdtrain.run_function")
@@ -147,6 +149,7 @@ __all__ = [
     "shutdown",
     "size",
     "trace_step",
+    "whole_batch",
 ]
 
 prepare_streams()

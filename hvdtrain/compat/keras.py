@@ -190,6 +190,20 @@ class BatchNormalizationByMoments(keras.layers.BatchNormalization):
 # Models
 
 
+def global_seed() -> tf.Variable:
+    """Return the state of the generator of random numbers without a seed. Assumes `global_seed_generator`."""
+    from keras.src.random.seed_generator import global_seed_generator
+
+    state: tf.Variable = global_seed_generator().state.value
+    return state
+
+
+def operations_of(model: Any) -> list[Any]:
+    """Return the operations of a Functional model and of those in it, layers among them. Assumes `_operations`."""
+    nested = (getattr(layer, "_operations", ()) for layer in flatten_layers(model))
+    return [operation for operations in nested for operation in operations]
+
+
 def compile_arguments(model: Any) -> dict[str, Any]:
     """Return the arguments of a model's last `compile`; empty if none. Assumes `Trainer._compile_config.config`."""
     return getattr(getattr(model, "_compile_config", None), "config", {})

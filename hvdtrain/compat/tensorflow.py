@@ -7,6 +7,7 @@ from types import FrameType
 from typing import Any
 
 from hvdtrain.compat import unlike
+from hvdtrain.compat.replaced import active, replaced
 
 # Graphs and functions
 
@@ -130,6 +131,21 @@ def compiled(body: Any, *, reduce_retracing: bool = False) -> Any:
     function = tf.function(body, autograph=False, reduce_retracing=reduce_retracing)
     function._omit_frequent_tracing_warning = True
     return function
+
+
+def converted_function(function: Any) -> Callable[..., Any]:
+    """Return what a `tf.function` calls, converted by autograph where it does so.
+
+    Assumes `Function.python_function` and `_autograph`, and `tf_convert` with a context that enables it.
+    """
+    import tensorflow as tf
+
+    if not function._autograph:
+        return function.python_function
+    from tensorflow.python.autograph.core import ag_ctx
+
+    enabled = ag_ctx.ControlStatusCtx(status=ag_ctx.Status.ENABLED)
+    return tf.__internal__.autograph.tf_convert(function.python_function, enabled, user_requested=True)
 
 
 def copied_function(function: Any) -> Any:
@@ -390,3 +406,92 @@ def reordered(like: Any, elements: Any) -> Any:
         **elements._flat_structure,
     )
     return tf.data.experimental.from_variant(variant, elements.element_spec)
+
+
+# Operations as they are traced
+
+
+def graph_of(tensor: Any) -> Any:
+    """Return a tensor's graph; of an eager tensor, the one that is being traced."""
+    import tensorflow as tf
+
+    return getattr(tensor, "graph", None) or tf.compat.v1.get_default_graph()
+
+
+@contextmanager
+def in_graph_of(tensor: Any) -> Iterator[None]:
+    """Make operations in the graph of a tensor, which may be one around the graph that is being traced."""
+    import tensorflow as tf
+
+    graph = graph_of(tensor)
+    if graph is tf.compat.v1.get_default_graph():
+        yield
+        return
+    with graph.as_default(), graph.control_dependencies(None):
+        yield
+
+
+def recorded(forward: Callable[[], Any], tensor: Any, back: Callable[[Any], Any]) -> Any:
+    """Return `forward()`, which tapes record as one operation on `tensor` whose gradient is `back` of its own.
+
+    Assumes tensorflow.python.eager.record, by which TensorFlow records the operations that it makes.
+    """
+    import tensorflow as tf
+    from tensorflow.python.eager import record
+
+    with record.stop_recording():
+        value = forward()
+    if value.dtype.is_floating or value.dtype.is_complex:
+        # Of rows that were looked up, gradients are IndexedSlices.
+        record.record_operation("Conversion", [value], [tensor], lambda slope: [back(tf.convert_to_tensor(slope))])
+    return value
+
+
+@contextmanager
+def operations_made_by(make: Callable[..., Any], capture: Callable[..., Any]) -> Iterator[None]:
+    """Let `make` and `capture` stand for how a function's graph makes operations and captures tensors, in this thread.
+
+    `make(original, graph, op_type, inputs, …)` returns the operation, `capture(original, graph, tensor, …)` what stands
+    for an outer tensor. Assumes `FuncGraph._create_op_internal`, through which all operations of functions, branches
+    and loops are made, and `FuncGraph.capture`.
+    """
+    import tensorflow as tf
+
+    kind = tf.__internal__.FuncGraph
+    made, captured = active(kind, "_create_op_internal"), active(kind, "capture")
+
+    def create(graph: Any, *args: Any, **options: Any) -> Any:
+        return make(made, graph, *args, **options)
+
+    def take(graph: Any, *args: Any, **options: Any) -> Any:
+        return capture(captured, graph, *args, **options)
+
+    with replaced(kind, "_create_op_internal", create), replaced(kind, "capture", take):
+        yield
+
+
+class Standing:
+    """Stands for an operation that was not made, of which other operations gave the outputs.
+
+    Assumes which methods of `Operation` generated code calls once it has made one: those that read attributes.
+    """
+
+    def __init__(self, op_type: str, inputs: Sequence[Any], outputs: Sequence[Any], attrs: Any) -> None:
+        self.type = op_type
+        self.inputs = list(inputs)
+        self.outputs = list(outputs)
+        self._attrs = attrs
+
+    def get_attr(self, name: str) -> Any:
+        """Return an attribute, of which only integers, truth values and types are used."""
+        value = self._attrs[name]
+        return getattr(value, value.WhichOneof("value"))
+
+    def _get_attr_type(self, name: str) -> Any:
+        return self._attrs[name].type
+
+    def _get_attr_int(self, name: str) -> int:
+        return int(self._attrs[name].i)
+
+    def _get_attr_bool(self, name: str) -> bool:
+        return bool(self._attrs[name].b)

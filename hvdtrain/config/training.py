@@ -62,6 +62,14 @@ class StepConfig:
         ),
     )
     """Compile forward and backward pass with XLA. On CPU it made a CNN 0.7x as fast, a transformer 1.2x at best."""
+    whole_batch: bool = option(True)
+    """Compute steps, losses, metrics and layers of your own as one process would, with the samples of all ranks.
+
+    Without it each rank computes them for its own samples alone, as in Horovod's scripts, and gradients and numbers are
+    averaged by samples.
+    """
+    explain_step: bool = option(False)
+    """Print what a step of your own fetches from other ranks: operation, size and line."""
     recompute: bool = option(False, ONE_UPDATE, NOT_WITH_SERVERS)
     """Recompute activations in the backward pass instead of storing them: less memory."""
 

@@ -23,6 +23,8 @@ from hvdtrain.backends.protocol import Collectives, ReduceOp
 from hvdtrain.backends.select import current_exchange
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.gradients.sparse import sum_duplicates
+from hvdtrain.partition.kinds import Rows
+from hvdtrain.partition.tracing import partition_here
 from hvdtrain.runtime.compiled import numbered
 from hvdtrain.state.variables import as_written
 
@@ -298,6 +300,10 @@ def all_gather(tensor: Any, axis: int = 0, *, name: str | None = None, process_s
 
         features = hvdtrain.all_gather(model(x))  # of all ranks' samples, with their gradients
     """
+    partition = partition_here()
+    if partition is not None and process_set is None and isinstance(partition.kind(tensor), Rows):
+        partition.cause = "all_gather"
+        return partition.whole(tensor)
     group = _group(process_set)
     whole = _tensor(tensor, group)
     dims = whole.shape.rank or 0

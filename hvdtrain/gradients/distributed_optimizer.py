@@ -108,11 +108,16 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         if not self.built:
             with tf.init_scope():
                 self.build(variables)
-        reduced = self._exchange.reduce(list(grads), variables, role=self.role, weight=self.local_weight)
+        self.apply_reduced(
+            self._exchange.reduce(list(grads), variables, role=self.role, weight=self.local_weight), variables
+        )
+
+    def apply_reduced(self, reduced: Sequence[Any], variables: Sequence[Any]) -> None:
+        """Let the inner optimizer apply gradients that are reduced already."""
         scale, norm = loss_scale_of(self.inner_optimizer), global_norm(reduced)
         self.norm = norm / tf.cast(scale, norm.dtype)
         with fused_updates(self.inner_optimizer):
-            self.inner_optimizer.apply(self._clipping.apply(reduced, norm, scale), variables)
+            self.inner_optimizer.apply(self._clipping.apply(list(reduced), norm, scale), variables)
 
     @property
     def learning_rate(self) -> Any:

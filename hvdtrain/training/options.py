@@ -71,6 +71,8 @@ class TrainerOptions(TypedDict, total=False):
     precision: PrecisionName | None
     sync_batch_norm: bool
     jit: bool
+    whole_batch: bool
+    explain_step: bool
     recompute: bool
     clip_norm: float | None
     clip_value: float | None

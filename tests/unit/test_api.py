@@ -36,7 +36,7 @@ PROMISED = """
     SyncBatchNormalization Trainer all_gather allgather allreduce alltoall barrier broadcast broadcast_object
     broadcast_variables cross_rank decaying_weights_only gather_object grouped_allreduce init is_initialized
     learning_rate_schedule load_run local_rank local_size parallelize rank rank_zero_only reducescatter run shard
-    shutdown size trace_step
+    shutdown size trace_step whole_batch
 """
 
 

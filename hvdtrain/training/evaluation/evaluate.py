@@ -14,6 +14,8 @@ from hvdtrain.compat.tensorflow import compiled
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.streams.given import in_step
+from hvdtrain.layers.sync_batch_norm import replicas_of, sync_layers
+from hvdtrain.partition.tracing import StepExchanges
 from hvdtrain.runtime.placement import placement_of
 from hvdtrain.state.hashes import checksum
 from hvdtrain.state.named_tensors import expert_parallel
@@ -24,6 +26,7 @@ from hvdtrain.training.step.forward_backward import called_as
 from hvdtrain.training.step.logs import StepLogs, Value, metric_value, where_counted
 from hvdtrain.training.step.loss_terms import MEANS, Kinds, LossTerms
 from hvdtrain.training.step.patches import traced_anew
+from hvdtrain.training.step.whole_batch import opened, samples_of_batch, settled_results
 from hvdtrain.training.update_rules.base import UpdateRule
 
 
@@ -149,8 +152,12 @@ class KerasEvaluator:
         model: Any,
         rule: Callable[[], UpdateRule | None] = lambda: None,
         logs: type[StepLogs] = StepLogs,
+        *,
+        whole_batch: Callable[[], bool] = lambda: False,
     ) -> None:
         self._backend = backend
+        self._sees_whole_batch = whole_batch
+        self._exchanges = False
         self._model = model
         self._rule = rule
         self.kinds = MEANS
@@ -178,7 +185,11 @@ class KerasEvaluator:
             if self.find_kinds is not None:
                 self.kinds, self.find_kinds = self.find_kinds(batch), None
             hooks.begin_test_step(count)
-            called(self._updates[holds], batch)
+            try:
+                called(self._updates[holds], batch)
+            except StepExchanges:  # while it was traced
+                self._exchanges = True
+                called(self._updates[holds], batch)
             hooks.end_test_step(count, self._so_far)
             count += 1
             if is_stopped(self._model, "stop_evaluating", self._backend.job_size):
@@ -202,6 +213,9 @@ class KerasEvaluator:
 
     def _update_replica(self, batch: Batch) -> None:
         batch = replica_slice(batch, self._backend)
+        if self._sees_whole_batch() and not self._exchanges:
+            self._update_whole_batch(batch, number_of_samples(batch))
+            return
         samples, total = counts_of(batch, self._backend.data_parallel)
         terms = LossTerms(
             model=self._model,
@@ -221,6 +235,17 @@ class KerasEvaluator:
         ):
             returned = self.step_on(batch)
         self._logs.take(terms.in_full(returned), number_of_samples(batch))
+
+    def _update_whole_batch(self, batch: Batch, samples: tf.Tensor) -> None:
+        with (
+            replicas_of(sync_layers(self._model), self._backend, batch.has_samples),
+            opened(batch, self._backend, self._logs) as (rows, partition),
+            self._logs.recording(),
+            called_as(self._model),
+        ):
+            partition.cause = "the results of the step"
+            returned = settled_results(partition, self._logs, self._model.test_step(keras_data(rows)))
+        self._logs.take(returned, samples, whole=samples_of_batch(batch, partition))
 
     def step_on(self, batch: Batch) -> Any:
         """Return the results of a batch."""

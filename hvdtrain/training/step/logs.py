@@ -104,12 +104,16 @@ class StepLogs:
         with restored_if_empty(self.variables(), has_samples):
             yield
 
-    def take(self, logs: Any, samples: tf.Tensor, *, first: bool = True) -> list[tf.Tensor]:
+    def take(
+        self, logs: Any, samples: tf.Tensor, *, whole: tf.Tensor | None = None, first: bool = True
+    ) -> list[tf.Tensor]:
         """Record the results of `samples` samples; return tensors to check.
 
         Args:
             logs: what the step returned.
             samples: number of this replica's samples, float64.
+            whole: number of all replicas' samples, of whose values this replica has parts that add up; None: values are
+                means over its samples.
             first: whether they are of the first microbatch of a step.
 
         Returns:
@@ -124,7 +128,8 @@ class StepLogs:
         for value, figure in values.values():
             if figure.sums is not None:
                 weight = tf.cast(samples, tf.float64)
-                mine = tf.stack([tf.math.multiply_no_nan(tf.cast(value, tf.float64), weight), weight])
+                factor = weight if whole is None else whole
+                mine = tf.stack([tf.math.multiply_no_nan(tf.cast(value, tf.float64), factor), weight])
                 self._count(figure.sums, mine, first=first and not self._accumulate)
         self._seen.pop(threading.get_ident(), None)
         losses = [name for name in values if "loss" in name]
@@ -143,12 +148,16 @@ class StepLogs:
         found = {name: self._figure(name, value)[1] for name, value in self._flat(named).items()}
         return {name: figure if figure.metric else self._figures[name] for name, figure in found.items()}
 
-    def own_numbers(self, logs: Mapping[str, Any]) -> dict[str, tf.Tensor]:
-        """Return those of a step's results that are no metric's, while they are recorded."""
+    def own_values(self, logs: Any) -> dict[str, Any]:
+        """Return those of a step's results that are no metric's and no variables, while they are recorded."""
         seen = self._seen.get(threading.get_ident(), {})
-        flat = {name: value for name, value in self._flat(logs).items() if id(value) not in seen}
-        formed = {name: value for name, value in flat.items() if tf.is_tensor(value) and not _is_variable(value)}
-        return {name: value for name, value in formed.items() if value.dtype.is_floating}
+        flat = self._flat(logs).items()
+        return {name: value for name, value in flat if id(value) not in seen and not _is_variable(value)}
+
+    def own_numbers(self, logs: Mapping[str, Any]) -> dict[str, tf.Tensor]:
+        """Return the floating-point tensors among `own_values`."""
+        own = self.own_values(logs).items()
+        return {name: value for name, value in own if tf.is_tensor(value) and value.dtype.is_floating}
 
     def results(self, role: str, *, keep: bool = False) -> Results:
         """Return the global results. Collective. The metrics' variables are unchanged, or `keep` the global sums."""

@@ -16,8 +16,10 @@ from hvdtrain.compat.keras_variables import average_of, trained_variables
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.batch import Batch
 from hvdtrain.gradients.distributed_optimizer import DistributedOptimizer
+from hvdtrain.layers.sync_batch_norm import replicas_of, sync_layers
 from hvdtrain.optim.averaging import has_averages, innermost, replaced_weights
 from hvdtrain.optim.clipping import ordered_sum
+from hvdtrain.partition.partition import Partition
 from hvdtrain.state.named_tensors import NamedTensor
 from hvdtrain.state.optimizers import MAIN, optimizers_of, replicated_slots
 from hvdtrain.state.structure import structure_of
@@ -31,6 +33,15 @@ from hvdtrain.training.step.loss_terms import MEANS, Kinds, LossTerms, trained_i
 from hvdtrain.training.step.patches import offset_seeds, replaced
 from hvdtrain.training.step.placeholder import restored_if_empty, updated_statistics
 from hvdtrain.training.step.train_step import ReplicaStep
+from hvdtrain.training.step.whole_batch import (
+    FetchNotes,
+    as_applied,
+    opened,
+    samples_of_batch,
+    settled_results,
+    units_statistics,
+)
+from hvdtrain.training.step.whole_batch import take_train_step as step_of
 from hvdtrain.training.update_rules.base import UpdateRule
 
 
@@ -53,6 +64,7 @@ class OptimizerExchange:
         self._norms = {path: tf.Variable(0.0, trainable=False, name="gradient_norm") for path in self.optimizers}
         self._measure = False
         self._applying = False
+        self._partition: Partition | None = None
         self._calls: dict[str, int] = {}
 
     @property
@@ -62,11 +74,13 @@ class OptimizerExchange:
         return self.optimizers.get(path, next(iter(self.optimizers.values())))
 
     @contextmanager
-    def exchanging(self, weight: tf.Tensor, *, measure: bool) -> Iterator[None]:
+    def exchanging(self, weight: tf.Tensor, *, measure: bool, partition: Partition | None = None) -> Iterator[None]:
         """Reduce gradients applied inside the context, weighted by `weight` (such as samples).
 
-        `measure` says whether `norm` will be used, which costs a pass.
+        `measure` says whether `norm` will be used, which costs a pass; `partition` how gradients of the whole batch are
+        held, which have no weight.
         """
+        self._partition = partition
         self._weight.assign(tf.cast(weight, tf.float32))
         self._measure, self._calls = measure, {}
         with ExitStack() as stack:
@@ -92,16 +106,33 @@ class OptimizerExchange:
         self._check_owner(path, variables)
         self._build(optimizer, variables)
         distributed = self._distributed[path]
-        distributed.local_weight, distributed.role = self._weight, self._role(path)
+        distributed.role = self._role(path)
         self._applying = True
         try:
-            distributed.apply(list(grads), variables)
+            if self._partition is None:
+                distributed.local_weight = self._weight
+                distributed.apply(list(grads), variables)
+            else:
+                self._apply_of_batch(self._partition, distributed, grads, variables)
         finally:
             self._applying = False
         if self._measure:
             self._norms[path].assign(tf.cast(distributed.norm, tf.float32))
         if path not in self.used:
             self.used.append(path)
+
+    def _apply_of_batch(
+        self, partition: Partition, distributed: DistributedOptimizer, grads: Sequence[Any], variables: Sequence[Any]
+    ) -> None:
+        """Apply gradients of the whole batch, which are added up unless the step's own code did so."""
+        partition.cause = "the gradients"
+        distributed.local_weight = None
+        given, is_whole = as_applied(partition, list(grads))
+        with partition.plain():
+            if is_whole:
+                distributed.apply_reduced(given, variables)
+            else:
+                distributed.apply(given, variables)
 
     def _build(self, optimizer: Any, variables: Sequence[Any]) -> None:
         """Build an optimizer as Keras does: `model.optimizer` for all trained variables, others for their own."""
@@ -154,7 +185,8 @@ def stranger(model: Any, optimizer: Any) -> ConfigError:
 class OptimizersStep(ReplicaStep):
     """A step whose optimizers exchange gradients as they apply them, weighted by samples.
 
-    `kinds` says which numbers of the step are sums over samples.
+    `kinds` says which numbers of the step are sums over samples. With `notes`, which say what it fetches, the step
+    computes with the whole batch.
     """
 
     def __init__(
@@ -166,14 +198,21 @@ class OptimizersStep(ReplicaStep):
         rule: UpdateRule,
         *,
         kinds: Kinds = MEANS,
+        notes: FetchNotes | None = None,
     ) -> None:
-        super().__init__(backend, state, logs, rule)
+        super().__init__(backend, state, logs, rule, whole_batch=notes is not None)
+        self._notes = notes
         self._kinds = kinds
         self._exchange = exchange
 
     def _updated(self, batch: Batch, *, measure: bool) -> tuple[tf.Tensor, tf.Tensor | None, None]:
         """Call the model's `train_step`; there is no guard."""
         model, exchange = self._state.model, self._exchange
+        if self._whole_batch:
+            with restored_if_empty(units_statistics(model), batch.has_samples):
+                watched = self._taken_of_batch(batch, measure=measure)
+            totals = self._totals(batch, watched, number_of_samples(batch))
+            return totals, exchange.norm() if measure else None, None
         samples, total = counts_of(batch, self._backend.data_parallel)
         terms = LossTerms(
             model=model,
@@ -185,8 +224,31 @@ class OptimizersStep(ReplicaStep):
             kinds=self._kinds,
         )
         with offset_seeds(self._backend.index), terms.corrected(), terms.gradients_in_full():
-            watched = take_step(model, batch, samples, exchange, self._logs, measure=measure, in_full=terms.in_full)
+            watched = take_step(
+                model, batch, samples, exchange=exchange, logs=self._logs, measure=measure, in_full=terms.in_full
+            )
         return self._totals(batch, watched, samples), exchange.norm() if measure else None, None
+
+    def _taken_of_batch(self, batch: Batch, *, measure: bool) -> list[tf.Tensor]:
+        """Call the model's `train_step` on a replica's rows of the batch; return parts of values that must be finite.
+
+        Raises ConfigError if it trains nothing, or returns invalid results.
+        """
+        model, exchange, logs = self._state.model, self._exchange, self._logs
+        with (
+            replicas_of(sync_layers(model), self._backend, batch.has_samples),
+            opened(batch, self._backend, logs) as (rows, partition),
+            exchange.exchanging(number_of_samples(batch), measure=measure, partition=partition),
+            logs.recording(),
+        ):
+            returned = step_of(model, rows)
+            partition.cause = "the results of the step"
+            returned = settled_results(partition, logs, returned)
+        if not exchange.used:
+            raise applies_nothing(model)
+        if self._notes is not None:
+            self._notes.note(partition, batch)
+        return logs.take(returned, number_of_samples(batch), whole=samples_of_batch(batch, partition))
 
     def _totals(self, batch: Batch, watched: list[tf.Tensor], samples: tf.Tensor) -> tf.Tensor:
         """Return [0 or NaN, 0, 0 or NaN] over all replicas: finiteness of results and data; no loss."""

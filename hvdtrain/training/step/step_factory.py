@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
-from hvdtrain.compat.keras import build_from, compile_arguments, flatten_layers
+from hvdtrain.compat.keras import build_from, compile_arguments, flatten_layers, global_seed
 from hvdtrain.config.errors import ConfigError, DataError, UserError
 from hvdtrain.config.options import check
 from hvdtrain.data.batch import Batch
@@ -22,6 +22,7 @@ from hvdtrain.optim.averaging import innermost
 from hvdtrain.optim.optimizers import NoOptimizer
 from hvdtrain.state.optimizers import MAIN, optimizers_of
 from hvdtrain.state.train_state import TrainState
+from hvdtrain.state.variables import unwrap
 from hvdtrain.training.advice import about_views, narrow
 from hvdtrain.training.assembly import job_facts, model_facts, splits_sequences
 from hvdtrain.training.compile_settings import Objective, compile_for_trainer
@@ -52,6 +53,7 @@ from hvdtrain.training.step.optimizers import (
 )
 from hvdtrain.training.step.samples_apart import inspect_forward, inspect_losses, may_form_sums
 from hvdtrain.training.step.train_step import TrainStep
+from hvdtrain.training.step.whole_batch import FetchNotes, WholeBatchPass, has_rows, sees_whole_batch
 from hvdtrain.training.update_rules.base import UpdateRule
 from hvdtrain.training.update_rules.select import update_rule_for
 
@@ -93,6 +95,7 @@ class KerasStepFactory:
         self._known: dict[int | None, CompiledStep] = {}
         self._composition: Hashable = None
         self._built = False
+        self._has_rows = True
         self.narrow_outputs = False
 
     @property
@@ -148,12 +151,17 @@ class KerasStepFactory:
             else:
                 tf.function(self._model.test_step, autograph=False).get_concrete_function(keras_data(batch))
                 return
-        if self._backend.size > 1:
+        if self._backend.size > 1 and not self._sees_whole_batch():
             self._check_metrics(batch)
             self._check_states(batch)
-        if self._backend.size > 1 or self._options.accumulate > 1:
+        self._has_rows = has_rows(batch)
+        if (self._backend.size > 1 or self._options.accumulate > 1) and not self._sees_whole_batch():
             self._find_kinds(batch)
         self._built = True
+
+    def _sees_whole_batch(self) -> bool:
+        """Return whether the model's own code computes with the samples of all replicas."""
+        return self._has_rows and sees_whole_batch(self._backend, self._model, self._options)
 
     def update_rule(self) -> UpdateRule:
         """Return the update rule selected by the options; of several optimizers, each applies at once."""
@@ -244,7 +252,7 @@ class KerasStepFactory:
         return recomputed_model(self._model) if self._options.recompute else None
 
     def _new_evaluator(self) -> KerasEvaluator:
-        return KerasEvaluator(self._backend, self._model, rule=lambda: self._rule)
+        return KerasEvaluator(self._backend, self._model, rule=lambda: self._rule, whole_batch=self._sees_whole_batch)
 
     def _new_logs(self) -> StepLogs:
         return StepLogs(self._backend, self._model, "train_step")
@@ -272,9 +280,20 @@ class KerasStepFactory:
         return per_microbatch(batch, slices, accumulate, uneven=uneven) if accumulate > 1 else None
 
     def _new_step(self, state: TrainState, rule: UpdateRule, microbatch: int | None) -> CompiledStep:
+        whole_batch = self._sees_whole_batch()
+        if whole_batch:  # random numbers without a seed of the model's are alike, too
+            self._backend.broadcast({"global_seed": global_seed()})
         if self._several:
             exchange = self._exchanging()
-            return OptimizersStep(self._backend, state, exchange, logs=self._logs, rule=rule, kinds=self._kinds)
+            return OptimizersStep(
+                self._backend,
+                state,
+                exchange,
+                self._logs,
+                rule=rule,
+                kinds=self._kinds,
+                notes=self._fetch_notes() if whole_batch else None,
+            )
         passes = ForwardBackward(
             self._backend,
             state,
@@ -286,7 +305,26 @@ class KerasStepFactory:
             whole=self._backend.size == 1 and microbatch is None,
             divisors=rule.divisors,
         )
-        return TrainStep(self._backend, state, passes=passes, logs=self._logs, rule=rule, microbatch=microbatch)
+        if not whole_batch:
+            return TrainStep(self._backend, state, passes=passes, logs=self._logs, rule=rule, microbatch=microbatch)
+        of_batch = WholeBatchPass(
+            self._backend,
+            state,
+            self._logs,
+            forward=self._forward,
+            parameters=rule.parameters(state.trainable),
+            notes=self._fetch_notes(),
+        )
+        return TrainStep(
+            self._backend, state, passes=of_batch, logs=self._logs, rule=rule, alone=passes, microbatch=microbatch
+        )
+
+    def _fetch_notes(self) -> FetchNotes:
+        own = "train_step" if has_own_train_step(self._model) else "the step"
+        parameters = [unwrap(each) for each in self._model.trainable_variables]
+        return FetchNotes(
+            self._backend, f"{own} of {type(self._model).__name__}", parameters, self._options.explain_step
+        )
 
     def _settle_own_step(self, batch: Batch) -> None:
         """Decide by a trace how the gradients of the model's own `train_step` are exchanged."""
@@ -300,7 +338,9 @@ class KerasStepFactory:
 
         def step(batch: Batch) -> None:
             samples = number_of_samples(batch)
-            self._backend.run(lambda: take_step(self._model, batch, samples, exchange, self._logs, measure=True))
+            self._backend.run(
+                lambda: take_step(self._model, batch, samples, exchange=exchange, logs=self._logs, measure=True)
+            )
 
         tf.function(step, autograph=False).get_concrete_function(batch)  # builds the optimizers that it uses
 

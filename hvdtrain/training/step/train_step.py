@@ -14,6 +14,7 @@ from hvdtrain.data.batch import Batch
 from hvdtrain.gradients.gradient_sum import GradientSum
 from hvdtrain.layers.experts import MixtureOfExperts, expert_layers, routing_metrics
 from hvdtrain.optim.precision import has_dynamic_scale, loss_scale_of
+from hvdtrain.partition.tracing import StepExchanges
 from hvdtrain.state.optimizers import rate_of
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.step.batches import Microbatches, called, replica_slice
@@ -109,6 +110,7 @@ class ReplicaStep(EpochMetrics):
         counts: whether this process sees the outputs; exactly one process of a replica does.
         experts: expert layers with routing metrics; default: the model's.
         figures: sums these metrics; default: the replicas.
+        whole_batch: whether the step computes with the whole batch, whose random numbers are alike on all replicas.
     """
 
     def __init__(
@@ -121,12 +123,14 @@ class ReplicaStep(EpochMetrics):
         counts: bool = True,
         experts: Sequence[MixtureOfExperts] | None = None,
         figures: Collectives | None = None,
+        whole_batch: bool = False,
     ) -> None:
         super().__init__(backend, logs, counts=counts)
         self._state = state
         self._rule = rule
         self._expert_layers = expert_layers(state.model) if experts is None else experts
         self._figures = figures or backend
+        self._whole_batch = whole_batch
         # Two graphs, with and without measurement: a condition in one graph costs 5 % of a small step.
         self._general = {
             measure: tf.function(partial(self._run, measure=measure), autograph=False, reduce_retracing=True)
@@ -138,6 +142,17 @@ class ReplicaStep(EpochMetrics):
 
     def __call__(self, batch: Batch, *, measure: bool) -> StepResult:
         """Train on `batch`; `measure` fills `Measured`. Collective."""
+        try:
+            return self._taken(batch, measure=measure)
+        except StepExchanges:  # while it was traced
+            self._leave_whole_batch()
+            return self._taken(batch, measure=measure)
+
+    def _leave_whole_batch(self) -> None:
+        """Compute with each replica's own samples from here on: the step's own code exchanges what it needs."""
+        self._whole_batch = False
+
+    def _taken(self, batch: Batch, *, measure: bool) -> StepResult:
         self._rule.begin_step()
         self._count()
         inputs, targets, weights, *share = batch
@@ -176,7 +191,7 @@ class ReplicaStep(EpochMetrics):
     def _replica_step(self, batch: Batch, measure: bool) -> StepResult:
         batch = replica_slice(batch, self._backend)
         if not self._backend.capabilities.shares_variables:  # of which none is drawn from
-            self._state.seed_generators(self._backend.index, self._backend.process)
+            self._seed()
         rate = rate_of(self._state.optimizer)
         totals, norm, here = self._updated(batch, measure=measure)
         if not measure:
@@ -189,6 +204,16 @@ class ReplicaStep(EpochMetrics):
             here,
         )
 
+    def _seed(self) -> None:
+        """Set random number generators: of each replica, or of the batch."""
+        if not self._whole_batch:
+            self._state.seed_generators(self._backend.index, self._backend.process)
+            return
+        self._state.seed_generators(0, 0)
+        graph = tf.compat.v1.get_default_graph()
+        if graph.seed is None:  # no script's tf.random.set_seed: replicas would draw apart
+            graph.seed = self._state.scalars.seed
+
     def _updated(self, batch: Batch, *, measure: bool) -> tuple[tf.Tensor, tf.Tensor | None, tf.Tensor | None]:
         """Train on the batch; return the totals, the gradients' norm, and this replica's part of a guarded step."""
         raise NotImplementedError
@@ -199,6 +224,7 @@ class TrainStep(ReplicaStep):
 
     Args:
         passes: computes the gradients of a microbatch.
+        alone: takes its place if the step exchanges by itself, with each replica's own samples.
         microbatch: samples per microbatch; a larger batch is accumulated. None: the whole batch.
         options: of `ReplicaStep`.
     """
@@ -211,13 +237,20 @@ class TrainStep(ReplicaStep):
         logs: StepLogs,
         rule: UpdateRule,
         *,
+        alone: Passes | None = None,
         microbatch: int | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(backend, state, logs, rule, **options)
+        super().__init__(backend, state, logs, rule, whole_batch=alone is not None, **options)
         self._passes = passes
+        self._alone = alone
         self._microbatch = microbatch
         self._sum = GradientSum(list(state.trainable.values()), give_back=True)
+
+    def _leave_whole_batch(self) -> None:
+        super()._leave_whole_batch()
+        assert self._alone is not None
+        self._passes = self._alone
 
     def _updated(self, batch: Batch, *, measure: bool) -> tuple[tf.Tensor, tf.Tensor | None, tf.Tensor | None]:
         """Train on the batch; a bad step changes no variable of model, optimizer or metrics."""

@@ -32,12 +32,20 @@ class Base(keras.Model):
         self.optimizer.apply(gradients, self.net.trainable_variables)
 
 
-def refusal(world: World, model: keras.Model, batch: int = 8, desync_every: int = 100, **options: Any) -> str:
+def refusal(
+    world: World,
+    model: keras.Model,
+    batch: int = 8,
+    desync_every: int = 100,
+    *,
+    whole_batch: bool = False,
+    **options: Any,
+) -> str:
     """Train, and return what is said of it: the same on every rank."""
     model.compile(keras.optimizers.SGD(0.1))
     said = ""
     try:
-        trainer = hvdtrain.Trainer(model, backend=world.backend, desync_every=desync_every)
+        trainer = hvdtrain.Trainer(model, backend=world.backend, desync_every=desync_every, whole_batch=whole_batch)
         trainer.fit(X, batch=batch, shuffle=False, verbose=0, **options)
     except (ConfigError, DesyncError, LaunchError) as error:
         said = f"{type(error).__name__}: {error}"
@@ -205,16 +213,18 @@ def check_draws_differ_by_rank_in_a_step_of_its_own(world: World) -> None:
     """A seed that is the same on every rank must not give all of them the same noise."""
 
     class Noisy(Base):
-        def __init__(self) -> None:
+        def __init__(self, drawn: tf.Variable) -> None:
             super().__init__()
-            self.drawn = tf.Variable(tf.zeros([2, 5]), trainable=False)
+            self.seen = lambda: drawn  # not an attribute, of which ranks must not have their own
 
         def update(self, gradients: Any, data: Any) -> None:
             super().update(gradients, data)
-            self.drawn.assign(tf.stack([tf.random.normal([5]), keras.random.normal([5])]))
+            self.seen().assign(tf.stack([tf.random.normal([5]), keras.random.normal([5])]))
 
     keras.utils.set_random_seed(0)
-    model = Noisy()
-    assert refusal(world, model) == ""
-    for drawn in model.drawn.numpy():
+    apart, together = (tf.Variable(tf.zeros([2, 5]), trainable=False) for _ in range(2))
+    assert refusal(world, Noisy(apart)) == ""
+    for drawn in apart.numpy():
         assert len(set(world.gather(drawn.tobytes()))) == world.size, drawn
+    assert refusal(world, Noisy(together), whole_batch=True) == ""
+    assert world.same_everywhere(together.numpy().tobytes()), together

@@ -187,6 +187,35 @@ def asks_for_moments():
     np.testing.assert_allclose(Zeros()(x, training=True), x - 1, atol=1e-5)
 
 
+@CONTRACTS.of(compat.is_layer)
+def tells_layers_from_their_variables():
+    layer = keras.layers.Dense(1)
+    layer.build((None, 2))
+    assert compat.is_layer(layer)
+    assert compat.is_layer(keras.Sequential([layer]))
+    assert not compat.is_layer(layer.kernel)
+    assert not compat.is_layer([layer.kernel])
+
+
+@CONTRACTS.of(compat.global_seed)
+def draws_from_one_state():
+    keras.utils.set_random_seed(1)
+    before = compat.global_seed().numpy()
+    first = keras.random.normal((2,)).numpy()
+    compat.global_seed().assign(before)
+    assert (keras.random.normal((2,)).numpy() == first).all()
+
+
+@CONTRACTS.of(compat.operations_of)
+def lists_operations_of_a_graph():
+    inputs = keras.Input((3,))
+    inner = keras.Sequential([keras.layers.Dense(2)])
+    model = keras.Model(inputs, keras.ops.mean(inner(inputs), axis=0))
+    kinds = {type(each).__name__ for each in compat.operations_of(model)}
+    assert {"Mean", "Sequential"} <= kinds
+    assert compat.operations_of(keras.layers.Dense(1)) == []
+
+
 @CONTRACTS.of(compat.compile_arguments)
 def keeps_compile_arguments():
     model = functional()

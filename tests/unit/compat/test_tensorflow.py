@@ -120,6 +120,80 @@ def copies_a_function_without_its_graphs():
     assert traces == [thing, thing]
 
 
+@CONTRACTS.of(compat.converted_function)
+def converts_what_a_function_calls():
+    class Thing:
+        @tf.function
+        def positive(self, x):
+            if x > 0:
+                return x
+            return -x
+
+    plain = tf.function(lambda x: x + 1.0, autograph=False)
+    assert float(compat.converted_function(plain)(1.0)) == 2.0
+    traced = tf.function(lambda x: compat.converted_function(Thing().positive)(x), autograph=False)
+    assert float(traced(tf.constant(-2.0))) == 2.0
+
+
+@CONTRACTS.of(compat.graph_of, compat.in_graph_of)
+def makes_operations_in_a_graph_around():
+    def trace():
+        outer = tf.constant(1.0)
+
+        def branch():
+            with compat.in_graph_of(outer):
+                made = outer + 1.0
+            assert compat.graph_of(made) is compat.graph_of(outer)
+            assert tf.compat.v1.get_default_graph() is not made.graph
+            return made * 1.0
+
+        return tf.cond(tf.random.uniform([]) < 2.0, branch, lambda: outer)
+
+    assert float(body(trace)()) == 2.0
+
+
+@CONTRACTS.of(compat.recorded)
+def records_a_gradient_of_its_own():
+    def trace():
+        x = tf.constant(3.0)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = compat.recorded(lambda: x * 5.0, x, lambda gradient: gradient * 7.0)
+            z = y * 2.0
+        return z, tape.gradient(z, x)
+
+    assert [float(each) for each in body(trace)()] == [30.0, 14.0]
+
+
+@CONTRACTS.of(compat.operations_made_by, compat.Standing)
+def looks_at_operations_as_they_are_made():
+    made, captured = [], []
+
+    def make(original, graph, op_type, inputs, *args, **options):
+        made.append(op_type)
+        if op_type == "Shape":
+            return compat.Standing(op_type, inputs, [tf.constant([7, 7])], options["attrs"])
+        return original(graph, op_type, inputs, *args, **options)
+
+    def capture(original, graph, tensor, *args, **options):
+        captured.append(tensor.dtype)
+        return original(graph, tensor, *args, **options)
+
+    @tf.function(autograph=False)
+    def trace(x):
+        with compat.operations_made_by(make, capture), tf.GradientTape() as tape:
+            tape.watch(x)
+            shape = tf.shape(x)
+            y = tf.cond(x[0] > 0, lambda: x * 2.0, lambda: x)
+        return shape, tape.gradient(y, x)
+
+    shape, slope = trace.get_concrete_function(tf.TensorSpec([None], tf.float32))(tf.constant([1.0, 2.0]))
+    assert shape.numpy().tolist() == [7, 7]
+    assert slope.numpy().tolist() == [2.0, 2.0]
+    assert {"Shape", "Mul"} <= set(made)
+    assert tf.float32 in captured
+
+
 @CONTRACTS.of(compat.unique_id)
 def tells_variables_apart():
     ids = {compat.unique_id(tf.Variable(1.0, name="same")) for _ in range(2)}

@@ -104,7 +104,7 @@ OTHERS = [
         "digits",
         data=DataConfig(on_bad_record="skip:3"),
         optim=OptimConfig(schedule="step", decay_at=(0.25, 0.5), decay_factor=0.5, clip_value=2.0),
-        training=TrainingConfig(sync_batch_norm=True),
+        training=TrainingConfig(sync_batch_norm=True, whole_batch=False, explain_step=True),
         update=UpdateConfig(zero=3, zero_prefetch=1),
     ),
     Config("digits", training=TrainingConfig(jit=True), update=UpdateConfig(local_steps=3, average_slots=True)),

@@ -1,0 +1,324 @@
+"""Passes through a model's own code, whose numbers are those of the whole batch."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.backends.protocol import Backend
+from hvdtrain.compat.keras import flatten_layers
+from hvdtrain.compat.keras_variables import trained_variables
+from hvdtrain.data.batch import Batch, samples_in
+from hvdtrain.gradients.reduction import Gradient, scaled
+from hvdtrain.layers.exchanging import exchanging_layers
+from hvdtrain.layers.fused_batch_norm import fused_normalization, fusible_layers
+from hvdtrain.layers.sync_batch_norm import replicas_of, sync_layers
+from hvdtrain.optim.averaging import innermost
+from hvdtrain.partition.kinds import Part, Rows
+from hvdtrain.partition.partition import Partition, unfolded
+from hvdtrain.partition.report import explained, gathered_bytes
+from hvdtrain.partition.step import open_rows, partition_of
+from hvdtrain.partition.tracing import traced
+from hvdtrain.partition.units import is_unit
+from hvdtrain.runtime.guarded import guarded
+from hvdtrain.runtime.logs import LOGGER
+from hvdtrain.state.structure import statistics_of
+from hvdtrain.state.train_state import TrainState
+from hvdtrain.state.variables import as_written, unwrap
+from hvdtrain.training.options import StepOptions
+from hvdtrain.training.step.batches import applies_nothing, keras_data, number_of_samples
+from hvdtrain.training.step.contract import LocalGradients, Parameters, Pass
+from hvdtrain.training.step.finite import zero_if_finite
+from hvdtrain.training.step.forward_backward import called_as
+from hvdtrain.training.step.logs import StepLogs
+from hvdtrain.training.step.loss_terms import differentiating
+from hvdtrain.training.step.own_code import has_own_code
+from hvdtrain.training.step.patches import replaced
+from hvdtrain.training.step.placeholder import restored_if_empty
+
+
+def sees_whole_batch(backend: Backend, model: Any, options: StepOptions) -> bool:
+    """Return whether the steps of a model compute with the whole batch, of which each rank has rows.
+
+    Where no code but Keras' own forms numbers of the samples, the weights of gradients say as much.
+    """
+    if not options.whole_batch or backend.size == 1 or backend.name != "horovod":
+        return False
+    own_ways = options.update != "all_reduce" or options.local_steps is not None or options.reduce_op != "average"
+    if own_ways or options.accumulate > 1 or options.jit or options.zero > 1:
+        return False
+    return not set(backend.axes) - {"dp"} and not exchanging_layers(model) and has_own_code(model)
+
+
+def has_rows(batch: Batch) -> bool:
+    """Return whether all tensors of a batch have a row for each sample, none of them ragged or sparse."""
+    tensors = tf.nest.flatten((batch.inputs, batch.targets, batch.sample_weight))
+    return all(each is None or isinstance(each, tf.Tensor | np.ndarray) for each in tensors)
+
+
+@contextmanager
+def opened(batch: Batch, backend: Backend, logs: StepLogs) -> Iterator[tuple[Batch, Partition]]:
+    """Look at the operations that compute with a batch inside the context; yield it, as this rank's rows."""
+    fields = ("inputs", "targets", "sample_weight")
+    parts = {name: _mapped(open_rows, getattr(batch, name)) for name in fields}
+    if _is_zipped(batch):
+        # Two datasets, of which each rank has equal slices: their rows have nothing in common but the rank.
+        one = guarded(tf.constant(1))
+        place = guarded(tf.constant(backend.index))
+        first = unfolded(backend.index == 0)
+        partition = Partition(backend, rows=one, begin=place, total=backend.size, first=first)
+        for part in parts.values():
+            _mark_equal_slices(partition, part)
+    else:
+        exact = None if batch.nominal else batch.global_samples
+        tensor = samples_in(batch._replace(**parts))
+        partition = partition_of(backend, tensor, has_samples=batch.has_samples, total=exact)
+        if tf.is_tensor(batch.has_samples) or not batch.has_samples:  # a placeholder has none
+            parts = {name: _mapped(lambda each: each[: partition.count], part) for name, part in parts.items()}
+        partition.mark_rows(parts)
+    with traced(partition, sums=logs.variables()):
+        yield batch._replace(**parts), partition
+
+
+def _mapped(function: Callable[[tf.Tensor], tf.Tensor], nest: Any) -> Any:
+    return tf.nest.map_structure(lambda each: None if each is None else function(each), nest)
+
+
+def _is_zipped(batch: Batch) -> bool:
+    """Return whether a batch is of two datasets that were zipped, whose batches differ in length."""
+    tensors = tf.nest.flatten((batch.inputs, batch.targets))
+    return isinstance(batch.targets, tuple) and len({each.shape[0] for each in tensors if each is not None}) > 1
+
+
+def _mark_equal_slices(partition: Partition, nest: Any) -> None:
+    tensors = [each for each in tf.nest.flatten(nest) if each is not None]
+    for tensor in tensors:
+        with partition.plain():
+            rows = tf.shape(tensors[0])[0]
+        partition.mark(tensor, Rows(0, (rows,)))
+
+
+def samples_of_batch(batch: Batch, partition: Partition) -> tf.Tensor:
+    """Return the number of samples on all ranks, in float64."""
+    return tf.cast(batch.global_samples if _is_zipped(batch) else partition.total, tf.float64)
+
+
+def units_statistics(model: Any) -> list[tf.Variable]:
+    """Return the statistics that layers update from this rank's samples alone, by design."""
+    synchronized = sync_layers(model)
+    layers = [layer for layer in flatten_layers(model) if is_unit(layer) and layer not in synchronized]
+    return [variable for layer in layers for variable in statistics_of(layer)]
+
+
+def settled_results(partition: Partition, logs: StepLogs, returned: Any) -> Any:
+    """Return a step's results, of which those that are no metric's are parts of a sum over the ranks."""
+    own = logs.own_values(returned)
+
+    def part(name: str, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: part(key, each) for key, each in value.items()}
+        if str(name) not in own or isinstance(value, str):
+            return value
+        return partition.part(tf.convert_to_tensor(value))
+
+    return part("", returned)
+
+
+@dataclass
+class FetchNotes:
+    """Says once, on the primary, what a step fetches from other ranks, if it is much, or all of it."""
+
+    backend: Backend
+    step: str
+    parameters: Sequence[tf.Variable]
+    explain: bool
+    _said: bool = False
+
+    def note(self, partition: Partition, batch: Batch) -> None:
+        """Take what a traced step fetches."""
+        if self._said or not self.backend.primary:
+            return
+        self._said = True
+        if self.explain:
+            lines = explained(partition.fetches) or ["nothing"]
+            LOGGER.info("\n  ".join([f"{self.step} fetches from other ranks:", *lines]))
+            return
+        exchanged = sum(int(v.shape.num_elements() or 0) * v.dtype.size for v in self.parameters)
+        each = gathered_bytes(partition.fetches)
+        samples = 1 if tf.is_tensor(batch.global_samples) else int(batch.global_samples)
+        if each * samples <= MUCH * exchanged:
+            return
+        lines = [line for line in explained(partition.fetches) if "gathered" in line][:MOST_LINES]
+        LOGGER.warning(
+            "\n  ".join(
+                [
+                    f"{self.step} needs samples of other ranks, more than a tenth of what gradients take:",
+                    *lines,
+                    "Operations along other dims than the samples need none; whole_batch=False computes with each "
+                    "rank's own samples alone. explain_step=True lists all.",
+                ]
+            )
+        )
+
+
+MUCH = 0.1
+"""Part of the gradients' bytes that a step may fetch without a word."""
+MOST_LINES = 5
+
+
+class WholeBatchPass:
+    """Calls the model's `train_step` on this replica's rows of the batch, and takes the gradients that it applies.
+
+    Args:
+        logs: records the results of the step.
+        forward: takes the place of the model's call, such as one that recomputes; default: the model's own.
+        parameters: what is read and differentiated for the trained variables.
+        notes: says what the step fetches.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        state: TrainState,
+        logs: StepLogs,
+        *,
+        forward: Callable[..., Any] | None = None,
+        parameters: Parameters | None = None,
+        notes: FetchNotes | None = None,
+    ) -> None:
+        self._notes = notes
+        self._backend = backend
+        self._state = state
+        self._logs = logs
+        self._forward = forward
+        self._synchronized = sync_layers(state.model)
+        self._fusible = fusible_layers(state.model)
+        self._parameters = parameters or Parameters(state.trainable)
+        self._statistics = units_statistics(state.model)
+
+    def report_loss(self, batch: Batch, loss: tf.Tensor) -> None:
+        """Report nothing: the step's own loss is that of the batch."""
+
+    def __call__(
+        self, batch: Batch, *, first: bool = True, within: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> LocalGradients:
+        """Run a microbatch, the `first` of its step or another, within `within()`."""
+        model = self._state.model
+        poison = (
+            zero_if_finite(tf.nest.flatten((batch.inputs, batch.targets))) if not batch.finite else tf.constant(0.0)
+        )
+        samples = number_of_samples(batch)
+        with (
+            restored_if_empty(self._statistics, batch.has_samples),
+            replicas_of(self._synchronized, self._backend, batch.has_samples),
+            fused_normalization(self._fusible),
+            self._parameters.passes(batch.has_samples) as passes,
+        ):
+            taken = _Gradients(self._state, passes, self._parameters.sources())
+            with (
+                within(),
+                opened(batch, self._backend, self._logs) as (rows, partition),
+                taken.from_step(),
+                self._logs.recording(),
+                called_as(model, self._forward),
+            ):
+                returned = take_train_step(model, rows)
+                partition.cause = "the results of the step"
+                returned = settled_results(partition, self._logs, returned)
+        if self._notes is not None:
+            self._notes.note(partition, batch)
+        total = samples_of_batch(batch, partition)
+        watched = self._logs.take(returned, samples, whole=total, first=first)
+        expected = tf.cast(batch.global_samples, tf.float64)
+        factor = tf.math.divide_no_nan(total, expected) if batch.nominal else None
+        gradients = [_part_of(partition, each, factor) for each in taken.gradients()]
+        loss = tf.add_n([tf.cast(each, tf.float64) for each in watched])
+        dtype = tf.float64 if watched[0].dtype == tf.float64 else tf.float32
+        parts = (loss * total, samples, tf.where(samples > 0, tf.cast(poison, tf.float64), tf.zeros([], tf.float64)))
+        return LocalGradients(
+            gradients=gradients,
+            totals=tf.cast(tf.stack(parts), dtype),
+            expected_weight=expected,
+            uniform=not batch.nominal,
+        )
+
+
+def take_train_step(model: Any, batch: Batch) -> Any:
+    """Return the result of the model's `train_step`."""
+    step = getattr(model.train_step, "python_function", model.train_step)
+    return step(keras_data(batch))
+
+
+def _part_of(partition: Partition, gradient: Gradient, factor: tf.Tensor | None) -> Gradient:
+    """Return this rank's part of a gradient."""
+    partition.cause = "the gradients"
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        if not isinstance(partition.kind(gradient.values), Rows):
+            gradient = tf.IndexedSlices(
+                partition.part(gradient.values), partition.whole(gradient.indices), gradient.dense_shape
+            )
+    else:
+        gradient = partition.part(gradient)
+    return gradient if factor is None else scaled(gradient, factor)
+
+
+class _Gradients:
+    """The gradients that a step applies."""
+
+    def __init__(self, state: TrainState, passes: Pass, sources: Sequence[tf.Variable]) -> None:
+        self._model = state.model
+        self._optimizer = state.optimizer
+        self._passes = passes
+        self._variables = [id(variable) for variable in state.trainable.values()]
+        self._sources = dict(zip(self._variables, sources, strict=True))
+        self._by_variable: dict[int, Gradient] | None = None
+
+    @contextmanager
+    def from_step(self) -> Iterator[None]:
+        """Take them from a `train_step` that is called inside the context, in this thread."""
+        with differentiating(self._sources, self._gradient), replaced(self._optimizer, "apply", self._apply):
+            yield
+
+    def gradients(self) -> list[Gradient]:
+        """Return them in the order of the trained variables. Raises ConfigError if none were applied."""
+        if not self._variables:
+            return []
+        if self._by_variable is None:
+            raise applies_nothing(self._model)
+        return [self._by_variable.get(variable) for variable in self._variables]
+
+    def _gradient(self, own: Callable[..., Any], target: Any, sources: Any, upstream: Any) -> Any:
+        self._passes.end_forward()
+        flat = tf.nest.flatten(sources)
+        mine = [self._sources.get(id(unwrap(each))) if hasattr(each, "assign") else None for each in flat]
+        flat = [each if source is None else source for each, source in zip(flat, mine, strict=True)]
+        return tf.nest.pack_sequence_as(sources, own(target, flat, upstream))
+
+    @as_written
+    def _apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        variables = (
+            trained_variables(innermost(self._optimizer)) if trainable_variables is None else trainable_variables
+        )
+        self._by_variable = {id(unwrap(each)): gradient for each, gradient in zip(variables, grads, strict=True)}
+
+
+def as_applied(partition: Partition, gradients: Sequence[Gradient]) -> tuple[list[Gradient], bool]:
+    """Return gradients of which the mean over the ranks is the gradient, and whether it is each rank's already."""
+    size = partition.collectives.size
+    kinds = [partition.kind(each.values if isinstance(each, tf.IndexedSlices) else each) for each in gradients]
+    if all(each is None for each in kinds):
+        return list(gradients), True
+    made: list[Gradient] = []
+    for gradient, kind in zip(gradients, kinds, strict=True):
+        if isinstance(kind, Part) and not partition.has_whole(gradient):
+            made.append(partition.part(gradient) * tf.cast(size, gradient.dtype))
+        elif isinstance(kind, Rows) and isinstance(gradient, tf.IndexedSlices):
+            made.append(scaled(gradient, tf.constant(float(size))))
+        else:
+            made.append(gradient if gradient is None or kind is None else partition.whole(gradient))
+    return made, False
