@@ -3,6 +3,7 @@
 import threading
 
 from hvdtrain.backends.single import SingleBackend
+from hvdtrain.runtime.startup import end_iterators_at_once
 from tests.unit.threaded_ranks import on_threads
 
 
@@ -27,5 +28,6 @@ class Gathering(SingleBackend):
 
 def on_ranks(size, body, kind=Gathering):
     """Run ``body(backend)`` on a thread for each rank; return what each returned or raised."""
+    end_iterators_at_once(threads=2)  # as in a session: iterators that are tuned may sleep before they end
     barrier, brought = threading.Barrier(size, timeout=20), [b""] * size
     return on_threads(size, lambda rank: body(kind(rank, size, barrier, brought)))

@@ -58,7 +58,7 @@ def on_threads(size: int, body: Callable[[int], Any]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join(timeout=90)
     assert not any(thread.is_alive() for thread in threads), "a rank hangs"
     return outcomes
 
