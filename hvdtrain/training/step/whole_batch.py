@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.compat.keras import flatten_layers
-from hvdtrain.compat.keras_variables import trained_variables
+from hvdtrain.compat.keras_variables import CURRENT_RATE, rate_after_update, trained_variables
 from hvdtrain.data.batch import Batch, samples_in
 from hvdtrain.gradients.reduction import Gradient, scaled
 from hvdtrain.layers.exchanging import exchanging_layers
@@ -36,7 +36,7 @@ from hvdtrain.training.step.forward_backward import called_as
 from hvdtrain.training.step.logs import StepLogs
 from hvdtrain.training.step.loss_terms import differentiating
 from hvdtrain.training.step.own_code import has_own_code
-from hvdtrain.training.step.patches import replaced
+from hvdtrain.training.step.patches import active, replaced
 from hvdtrain.training.step.placeholder import restored_if_empty
 
 
@@ -281,7 +281,12 @@ class _Gradients:
     @contextmanager
     def from_step(self) -> Iterator[None]:
         """Take them from a `train_step` that is called inside the context, in this thread."""
-        with differentiating(self._sources, self._gradient), replaced(self._optimizer, "apply", self._apply):
+        inner = innermost(self._optimizer)
+        with (
+            differentiating(self._sources, self._gradient),
+            replaced(self._optimizer, "apply", self._apply),
+            replaced(inner, CURRENT_RATE, self._rate_of(inner)),
+        ):
             yield
 
     def gradients(self) -> list[Gradient]:
@@ -291,6 +296,11 @@ class _Gradients:
         if self._by_variable is None:
             raise applies_nothing(self._model)
         return [self._by_variable.get(variable) for variable in self._variables]
+
+    def _rate_of(self, optimizer: Any) -> Callable[[], Any]:
+        """Return an optimizer's learning rate, which a step reads after `apply` as after the update."""
+        rate = active(optimizer, CURRENT_RATE)
+        return lambda: rate() if self._by_variable is None else rate_after_update(optimizer, rate)
 
     def _gradient(self, own: Callable[..., Any], target: Any, sources: Any, upstream: Any) -> Any:
         self._passes.end_forward()
