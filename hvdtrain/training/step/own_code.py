@@ -26,7 +26,7 @@ def has_own_code(model: Any) -> bool:
     return (
         any(map(_is_own_layer, flatten_layers(model)))
         or any(map(_is_own_operation, operations_of(model)))
-        or any(not _takes_samples_alone(each) for each in losses)
+        or any(not takes_samples_alone(each) for each in losses)
         or any(_is_own_metric(each) for each in metrics)
     )
 
@@ -56,7 +56,7 @@ def _is_own_metric(metric: Any) -> bool:
     return _is_foreign(metric) or (function is not None and _is_foreign(function))
 
 
-def _takes_samples_alone(loss: Any) -> bool:
+def takes_samples_alone(loss: Any) -> bool:
     """Return whether a loss of Keras' own gives each sample a value that no other sample has part in."""
     function, arguments = function_of_loss(loss)
     if not getattr(function, "__module__", "").startswith("keras.") or function is keras.losses.circle:

@@ -3,16 +3,15 @@
 from collections.abc import Sequence
 from typing import Any
 
-import keras
-import numpy as np
 import tensorflow as tf
 
-from hvdtrain.compat.keras import compiled_losses, flatten_layers, function_of_loss, losses_by_output, module_of_losses
+from hvdtrain.compat.keras import compiled_losses, flatten_layers, losses_by_output, module_of_losses
 from hvdtrain.compat.tensorflow import compiled
 from hvdtrain.data.batch import Batch, rows_of, samples_in
 from hvdtrain.training.step.batches import number_of_samples, reads_outputs
 from hvdtrain.training.step.logs import StepLogs
 from hvdtrain.training.step.loss_terms import refusal_of_number
+from hvdtrain.training.step.own_code import takes_samples_alone
 from hvdtrain.training.step.patches import active, replaced
 from hvdtrain.training.step.probing import (
     EXACT,
@@ -39,7 +38,7 @@ def inspect_losses(model: Any, batch: Batch) -> tuple[bool, list[str]]:
     Raises:
         ConfigError: a loss is one number for the batch, and not the mean of those of its halves.
     """
-    unknown = [loss for loss in losses_by_output(model) if not _takes_samples_alone(loss)]
+    unknown = [loss for loss in losses_by_output(model) if not takes_samples_alone(loss)]
     halves = halves_of(batch)
     if not unknown or halves is None:
         return False, []
@@ -164,15 +163,6 @@ def _padded(halves: Sequence[Batch], number: int) -> tuple[Any, Any, Any]:
 
     first, second = halves[0].targets, tf.nest.map_structure(padded, halves[1].targets)
     return first, second, tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), first, second)
-
-
-def _takes_samples_alone(loss: Any) -> bool:
-    """Return whether a loss of Keras' own gives each sample a value that no other sample has part in."""
-    function, arguments = function_of_loss(loss)
-    if not getattr(function, "__module__", "").startswith("keras.") or function is keras.losses.circle:
-        return False
-    axes = np.atleast_1d(arguments.get("axis", -1))
-    return all(axis is not None and axis != 0 for axis in axes)
 
 
 def _adds_losses(layer: Any) -> bool:
