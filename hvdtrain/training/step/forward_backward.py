@@ -211,44 +211,26 @@ def _without_mask(forward: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class _Taken:
-    """The gradients that a step computes and applies, and its loss."""
+class AppliedGradients:
+    """The gradients that a model's `train_step` computes and applies with its optimizer."""
 
-    def __init__(
-        self,
-        state: TrainState,
-        terms: LossTerms,
-        passes: Pass,
-        sources: Sequence[tf.Variable],
-        *,
-        exchanges_backward: bool,
-    ) -> None:
+    def __init__(self, state: TrainState, passes: Pass, sources: Sequence[tf.Variable]) -> None:
         self._model = state.model
-        self._exchanges_backward = exchanges_backward
         self._optimizer = state.optimizer
+        self._passes = passes
         self._variables = [id(variable) for variable in state.trainable.values()]
         self._sources = dict(zip(self._variables, sources, strict=True))
-        self._terms = terms
-        self._passes = passes
         self._by_variable: dict[int, Gradient] | None = None
-        self._is_weighted = False
-        self._kinds = iter(terms.kinds.targets)
-        self._kind: Kind = "mean"
-        """Kind of what was differentiated last."""
-        self.loss: tf.Tensor | None = None
-        """The loss of Keras' own step; None: see the step's results."""
 
     @contextmanager
     def from_step(self) -> Iterator[None]:
         """Take them from a `train_step` that is called inside the context, in this thread."""
-        with ExitStack() as stack:
-            stack.enter_context(differentiating(self._sources, self._gradient))
-            stack.enter_context(replaced(self._optimizer, "apply", self._apply))
-            inner = innermost(self._optimizer)
-            stack.enter_context(replaced(inner, CURRENT_RATE, self._rate_of(inner)))
-            if not has_own_train_step(self._model):
-                tracker = loss_tracker(self._model)
-                stack.enter_context(replaced(tracker, "update_state", self._noting(tracker)))
+        inner = innermost(self._optimizer)
+        with (
+            differentiating(self._sources, self._gradient),
+            replaced(self._optimizer, "apply", self._apply),
+            replaced(inner, CURRENT_RATE, self._rate_of(inner)),
+        ):
             yield
 
     def gradients(self) -> list[Gradient]:
@@ -260,7 +242,70 @@ class _Taken:
             return []
         if self._by_variable is None:
             raise applies_nothing(self._model)
-        found = [self._by_variable.get(variable) for variable in self._variables]
+        return [self._by_variable.get(variable) for variable in self._variables]
+
+    def _gradient(self, own: Gradients, target: Any, sources: Any, upstream: Any) -> Any:
+        """Return the gradients by what is read in place of trained variables, for `differentiating`."""
+        self._passes.end_forward()
+        flat = tf.nest.flatten(sources)
+        mine = [self._sources.get(id(unwrap(each))) if hasattr(each, "assign") else None for each in flat]
+        upstream = self._upstream(target, mine, upstream)
+        flat = [each if source is None else source for each, source in zip(flat, mine, strict=True)]
+        return tf.nest.pack_sequence_as(sources, own(target, flat, upstream))
+
+    def _upstream(self, target: Any, sources: Sequence[Any], given: Any) -> Any:
+        """Return the upstream gradient of a target that is differentiated by `sources`; None: ones."""
+        return given
+
+    @as_written
+    def _apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        variables = (
+            trained_variables(innermost(self._optimizer)) if trainable_variables is None else trainable_variables
+        )
+        pairs = zip(variables, grads, strict=True)
+        self._by_variable = {id(unwrap(variable)): gradient for variable, gradient in pairs}
+
+    def _rate_of(self, optimizer: Any) -> Callable[[], Any]:
+        """Return an optimizer's learning rate, which a step reads after `apply` as after the update."""
+        rate = active(optimizer, CURRENT_RATE)
+        return lambda: rate() if self._by_variable is None else rate_after_update(optimizer, rate)
+
+
+class _Taken(AppliedGradients):
+    """Gradients that weigh a replica's samples, and the loss."""
+
+    def __init__(
+        self,
+        state: TrainState,
+        terms: LossTerms,
+        passes: Pass,
+        sources: Sequence[tf.Variable],
+        *,
+        exchanges_backward: bool,
+    ) -> None:
+        super().__init__(state, passes, sources)
+        self._exchanges_backward = exchanges_backward
+        self._terms = terms
+        self._is_weighted = False
+        self._kinds = iter(terms.kinds.targets)
+        self._kind: Kind = "mean"
+        """Kind of what was differentiated last."""
+        self.loss: tf.Tensor | None = None
+        """The loss of Keras' own step; None: see the step's results."""
+
+    @contextmanager
+    def from_step(self) -> Iterator[None]:
+        """Also note the loss of Keras' own step."""
+        with ExitStack() as stack:
+            stack.enter_context(super().from_step())
+            if not has_own_train_step(self._model):
+                tracker = loss_tracker(self._model)
+                stack.enter_context(replaced(tracker, "update_state", self._noting(tracker)))
+            yield
+
+    def gradients(self) -> list[Gradient]:
+        """Return the gradients, weighted."""
+        found = super().gradients()
         return found if self._is_weighted else [scaled(gradient, self._share()) for gradient in found]
 
     def loss_in_full(self) -> Any:
@@ -274,17 +319,12 @@ class _Taken:
         weight = self._terms.samples if self._terms.weight is None else self._terms.weight
         return tf.math.divide_no_nan(weight, self._terms.total)
 
-    def _gradient(self, own: Gradients, target: Any, sources: Any, upstream: Any) -> Any:
-        """Return the gradients by what is read in place of trained variables, for `differentiating`."""
-        self._passes.end_forward()
+    def _upstream(self, target: Any, sources: Sequence[Any], given: Any) -> Any:
         self._kind = next(self._kinds, "mean")
-        flat = tf.nest.flatten(sources)
-        mine = [self._sources.get(id(unwrap(each))) if hasattr(each, "assign") else None for each in flat]
-        if self._weighs_upstream(target, mine, upstream):
-            upstream = tf.nest.map_structure(lambda each: tf.cast(self._share(), each.dtype), target)
-            self._is_weighted = True
-        flat = [each if source is None else source for each, source in zip(flat, mine, strict=True)]
-        return tf.nest.pack_sequence_as(sources, own(target, flat, upstream))
+        if not self._weighs_upstream(target, sources, given):
+            return given
+        self._is_weighted = True
+        return tf.nest.map_structure(lambda each: tf.cast(self._share(), each.dtype), target)
 
     def _weighs_upstream(self, target: Any, sources: Sequence[Any], output_gradients: Any) -> bool:
         """Return whether the weight of this pass is the upstream gradient of its loss, and no factor of the gradients.
@@ -299,19 +339,6 @@ class _Taken:
         least = min(each.dtype.size for each in tf.nest.flatten(target))
         narrow = any(source is not None and source.dtype.size > least for source in sources)
         return not narrow and not has_own_train_step(self._model)
-
-    @as_written
-    def _apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        variables = (
-            trained_variables(innermost(self._optimizer)) if trainable_variables is None else trainable_variables
-        )
-        pairs = zip(variables, grads, strict=True)
-        self._by_variable = {id(unwrap(variable)): gradient for variable, gradient in pairs}
-
-    def _rate_of(self, optimizer: Any) -> Callable[[], Any]:
-        """Return an optimizer's learning rate, which a step reads after `apply` as after the update."""
-        rate = active(optimizer, CURRENT_RATE)
-        return lambda: rate() if self._by_variable is None else rate_after_update(optimizer, rate)
 
     def _noting(self, tracker: Any) -> Callable[..., None]:
         original = active(tracker, "update_state")

@@ -10,13 +10,11 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.compat.keras import flatten_layers
-from hvdtrain.compat.keras_variables import CURRENT_RATE, rate_after_update, trained_variables
 from hvdtrain.data.batch import Batch, samples_in
 from hvdtrain.gradients.reduction import Gradient, scaled
 from hvdtrain.layers.exchanging import exchanging_layers
 from hvdtrain.layers.fused_batch_norm import fused_normalization, fusible_layers
 from hvdtrain.layers.sync_batch_norm import replicas_of, sync_layers
-from hvdtrain.optim.averaging import innermost
 from hvdtrain.partition.kinds import Part, Rows
 from hvdtrain.partition.partition import Partition, unfolded
 from hvdtrain.partition.report import explained, gathered_bytes
@@ -27,16 +25,13 @@ from hvdtrain.runtime.guarded import guarded
 from hvdtrain.runtime.logs import LOGGER
 from hvdtrain.state.structure import statistics_of
 from hvdtrain.state.train_state import TrainState
-from hvdtrain.state.variables import as_written, unwrap
 from hvdtrain.training.options import StepOptions
-from hvdtrain.training.step.batches import applies_nothing, keras_data, number_of_samples
-from hvdtrain.training.step.contract import LocalGradients, Parameters, Pass
+from hvdtrain.training.step.batches import keras_data, number_of_samples
+from hvdtrain.training.step.contract import LocalGradients, Parameters
 from hvdtrain.training.step.finite import zero_if_finite
-from hvdtrain.training.step.forward_backward import called_as
+from hvdtrain.training.step.forward_backward import AppliedGradients, called_as
 from hvdtrain.training.step.logs import StepLogs
-from hvdtrain.training.step.loss_terms import differentiating
 from hvdtrain.training.step.own_code import has_own_code
-from hvdtrain.training.step.patches import active, replaced
 from hvdtrain.training.step.placeholder import restored_if_empty
 
 
@@ -217,7 +212,7 @@ class WholeBatchPass:
             fused_normalization(self._fusible),
             self._parameters.passes(batch.has_samples) as passes,
         ):
-            taken = _Gradients(self._state, passes, self._parameters.sources())
+            taken = AppliedGradients(self._state, passes, self._parameters.sources())
             with (
                 within(),
                 opened(batch, self._backend, self._logs) as (rows, partition),
@@ -265,56 +260,6 @@ def _part_of(partition: Partition, gradient: Gradient, factor: tf.Tensor | None)
     else:
         gradient = partition.part(gradient)
     return gradient if factor is None else scaled(gradient, factor)
-
-
-class _Gradients:
-    """The gradients that a step applies."""
-
-    def __init__(self, state: TrainState, passes: Pass, sources: Sequence[tf.Variable]) -> None:
-        self._model = state.model
-        self._optimizer = state.optimizer
-        self._passes = passes
-        self._variables = [id(variable) for variable in state.trainable.values()]
-        self._sources = dict(zip(self._variables, sources, strict=True))
-        self._by_variable: dict[int, Gradient] | None = None
-
-    @contextmanager
-    def from_step(self) -> Iterator[None]:
-        """Take them from a `train_step` that is called inside the context, in this thread."""
-        inner = innermost(self._optimizer)
-        with (
-            differentiating(self._sources, self._gradient),
-            replaced(self._optimizer, "apply", self._apply),
-            replaced(inner, CURRENT_RATE, self._rate_of(inner)),
-        ):
-            yield
-
-    def gradients(self) -> list[Gradient]:
-        """Return them in the order of the trained variables. Raises ConfigError if none were applied."""
-        if not self._variables:
-            return []
-        if self._by_variable is None:
-            raise applies_nothing(self._model)
-        return [self._by_variable.get(variable) for variable in self._variables]
-
-    def _rate_of(self, optimizer: Any) -> Callable[[], Any]:
-        """Return an optimizer's learning rate, which a step reads after `apply` as after the update."""
-        rate = active(optimizer, CURRENT_RATE)
-        return lambda: rate() if self._by_variable is None else rate_after_update(optimizer, rate)
-
-    def _gradient(self, own: Callable[..., Any], target: Any, sources: Any, upstream: Any) -> Any:
-        self._passes.end_forward()
-        flat = tf.nest.flatten(sources)
-        mine = [self._sources.get(id(unwrap(each))) if hasattr(each, "assign") else None for each in flat]
-        flat = [each if source is None else source for each, source in zip(flat, mine, strict=True)]
-        return tf.nest.pack_sequence_as(sources, own(target, flat, upstream))
-
-    @as_written
-    def _apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        variables = (
-            trained_variables(innermost(self._optimizer)) if trainable_variables is None else trainable_variables
-        )
-        self._by_variable = {id(unwrap(each)): gradient for each, gradient in zip(variables, grads, strict=True)}
 
 
 def as_applied(partition: Partition, gradients: Sequence[Gradient]) -> tuple[list[Gradient], bool]:
