@@ -162,6 +162,12 @@ def cast(call: Call) -> Made:
     return linear(call) if keeps or to == given else elementwise(call)
 
 
+def bitcast(call: Call) -> Made:
+    """Read bits as another type, of the same size."""
+    to = tf.as_dtype(call.attrs["type"].type)
+    return elementwise(call) if to.size == call.inputs[0].dtype.size else whole(call)
+
+
 def unchanged(call: Call) -> Made:
     """Pass tensors on as they are held, each by itself."""
     return call.inputs, [call.partition.kind(each) for each in call.inputs]

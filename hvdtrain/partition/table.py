@@ -34,6 +34,7 @@ RULES: Mapping[str, Rule] = {
     **_rows("Select SelectV2", rules.selection),
     **_rows("Neg Real Imag Conj", rules.linear),
     "Cast": rules.cast,
+    "Bitcast": rules.bitcast,
     **_rows("Identity IdentityN StopGradient PreventGradient Snapshot", rules.unchanged),
     **_rows("ZerosLike OnesLike", rules.ones),
     "BiasAdd": rules.elementwise,

@@ -45,6 +45,7 @@ CASES: list[Case] = [
     *elementwise(math.bessel_i0, math.bessel_i0e, math.bessel_i1, math.bessel_i1e, math.ndtri, positive=True, order=0),
     *elementwise(tf.sign, tf.floor, math.ceil, tf.round, math.rint, order=0),
     *elementwise(lambda x: tf.cast(x > 0, x.dtype), lambda x: tf.cast(math.is_finite(x), x.dtype), order=0),
+    *elementwise(lambda x: tf.cast(tf.bitcast(x, tf.int64) < 0, x.dtype), order=0),
     *elementwise(lambda x: tf.cast(math.is_nan(x) | math.is_inf(x), x.dtype), order=0),
     *elementwise(lambda x: tf.cast(~((x >= 0) & (x < 1)), x.dtype), lambda x: tf.cast(x <= 1, tf.int64), order=0),
     *elementwise(
