@@ -219,7 +219,7 @@ class Tally:
 
     def restore_sums(self, sums: Mapping[str, Sequence[Any]]) -> None:
         """Restore the result of `sums`."""
-        self._logs.restore_sums(sums, counted_here=True)
+        self._logs.restore_sums(sums, counted_here=lambda: True)
         self._sums = [np.asarray(variable).astype(np.float64) for variable in self._logs.variables()]
 
     def sums(self) -> dict[str, list[Any]]:

@@ -12,6 +12,7 @@ from hvdtrain.backends.protocol import Backend, Collectives, world_size
 from hvdtrain.compat.keras import compile_metrics, compiled_metrics, flatten_layers, own_metrics
 from hvdtrain.compat.tensorflow import compiled
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.runtime.compiled import run_once
 from hvdtrain.state.variables import unwrap
 from hvdtrain.training.step.patches import replaced
 from hvdtrain.training.step.placeholder import restored_if_empty
@@ -188,15 +189,23 @@ class StepLogs:
                 for name, metric in self._named().items()
             }
 
-    def restore_sums(self, sums: Mapping[str, Sequence[Any]], *, counted_here: bool) -> None:
-        """Restore the metrics' variables from `sums`, or reset them; one replica has `counted_here`."""
+    def restore_sums(self, sums: Mapping[str, Sequence[Any]], *, counted_here: Callable[[], bool]) -> None:
+        """Restore the metrics' variables from `sums`, or reset them; replicas that have `counted_here` hold them."""
         self.reset()
-        for name, metric in self._named().items():
-            for variable, value in zip(metric.variables, sums.get(name, ()), strict=False):
-                restored = tf.constant(value, variable.dtype)
-                self._reported_sum(unwrap(variable)).assign(restored)
-                if counted_here:
-                    variable.assign(restored)
+        restored = [
+            (variable, tf.constant(value, variable.dtype))
+            for name, metric in self._named().items()
+            for variable, value in zip(metric.variables, sums.get(name, ()), strict=False)
+        ]
+        for variable, value in restored:
+            self._reported_sum(unwrap(variable)).assign(value)
+
+        def restore() -> None:
+            for variable, value in restored if counted_here() else ():
+                variable.assign(value)
+
+        if restored:  # by the replicas themselves: outside of them a strategy divides sums among all of its processes
+            run_once(lambda: where_counted(self._replicas, restore))
 
     def reset(self) -> None:
         """Reset the model's metrics, like Keras per epoch, and other averages."""
@@ -337,7 +346,7 @@ class EpochMetrics:
     def __init__(self, backend: Backend, logs: StepLogs, *, counts: bool = True) -> None:
         self._backend = backend
         self._logs = logs
-        self._counts_for_all = counts and backend.index == 0
+        self._counts = counts
         # Outside of its replicas a strategy assigns to variables of all processes, which only some of them would do.
         self._shares = backend.job_size > 1 and not backend.capabilities.needs_builders
         """Whether other processes count, too, each by metrics of its own."""
@@ -353,7 +362,7 @@ class EpochMetrics:
     def begin_metrics(self, sums: Mapping[str, list[Any]] | None = None) -> None:
         """Reset the metrics, or restore `sums`, as `show_metrics` shows them."""
         self._so_far, self._drop = None, self._logs.reset_model if self._shares else None
-        self._logs.restore_sums(sums or {}, counted_here=self._counts_for_all or self._shares)
+        self._logs.restore_sums(sums or {}, counted_here=lambda: self._shares or self._counts_for_all())
 
     def show_metrics(self) -> None:
         """Let the model's metrics hold the sums over all replicas, for user code before the next step. Collective.
@@ -367,9 +376,12 @@ class EpochMetrics:
     def _count(self) -> None:
         """Go on to count; the first replica has what the metrics held while they were shown."""
         self._so_far = None
-        if self._drop is not None and not self._counts_for_all:
+        if self._drop is not None and not self._counts_for_all():
             self._drop()
         self._drop = None
+
+    def _counts_for_all(self) -> bool:
+        return self._counts and self._backend.index == 0
 
     def metric_sums(self) -> dict[str, list[Any]]:
         """Return the state of each metric over all replicas. Collective."""

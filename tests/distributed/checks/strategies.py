@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from builders import BATCH, CROSS_ENTROPY, EPOCHS, MODELS, OPTIMIZERS, TOLERANCE, trained_alone
+from checks.resuming import InterruptAfter, Interrupted
 from checks.training import CROSSENTROPY, samples
 from world import World, exact_arrays, flat_bytes, relative_error
 from worlds import worlds
@@ -368,6 +369,25 @@ def check_a_checkpoint_reaches_every_replica(world: World) -> None:
     for variable in trainer.model.weights:
         first, *others = [local.numpy() for local in local_values(world.backend, variable)]
         assert all((first == other).all() for other in others)
+
+
+@worlds("mirrored", "multi_worker_mirrored", extended=True)
+def check_an_epoch_goes_on_with_its_metrics(world: World) -> None:
+    data, sgd = samples(50), lambda: keras.optimizers.SGD(0.1)
+    fit = {"batch": 16, "epochs": 2, "verbose": False}
+
+    def fitted(*callbacks: Any, **options: Any) -> dict[str, list[float]]:
+        trainer = hvdtrain.Trainer(lambda: classifier(0), sgd, CROSSENTROPY, ["accuracy"], backend=world.backend)
+        if "checkpoint" in options:
+            trainer.resume(options["checkpoint"].folder)
+        return trainer.fit(data, **fit, callbacks=callbacks, **options).history
+
+    saves = hvdtrain.Checkpoint(str(world.folder / f"epoch-{world.backend.name}"), every=3)
+    with pytest.raises(Interrupted):
+        fitted(InterruptAfter(8), checkpoint=saves)
+    went_on, at_a_stretch = fitted(checkpoint=saves), fitted()
+    for name, values in went_on.items():
+        np.testing.assert_allclose(values, at_a_stretch[name][-len(values) :], rtol=1e-6, err_msg=name)
 
 
 @worlds("mirrored", "multi_worker_mirrored", extended=True)
