@@ -21,7 +21,7 @@ Kind = tuple[str, tuple[int, ...]]
 """Dtype and global shape of a tensor."""
 
 
-def restore(path: Path, tensors: Mapping[str, NamedTensor], ranks: Backend) -> dict[str, Any]:
+def restore(path: Path, tensors: Mapping[str, NamedTensor], ranks: Backend, *, partly: bool = False) -> dict[str, Any]:
     """Load the checkpoint at `path` into `tensors` and return its scalars. Collective.
 
     The primary reads the replicated tensors and broadcasts them. Each rank reads its slices of the others from the
@@ -31,6 +31,7 @@ def restore(path: Path, tensors: Mapping[str, NamedTensor], ranks: Backend) -> d
         path: the checkpoint's folder, as the primary sees it.
         tensors: the state, by path; optional ones are left to `extras`.
         ranks: those that hold it.
+        partly: the checkpoint may have others, which are left there.
 
     Raises:
         CheckpointError: it is damaged, or was written for another model or optimizer; the paths are named.
@@ -43,7 +44,7 @@ def restore(path: Path, tensors: Mapping[str, NamedTensor], ranks: Backend) -> d
         if not ranks.primary:
             return {}
         readers.append(SliceReader(path))
-        check_fit(path, readers[0], needed)
+        check_fit(path, readers[0], needed, partly=partly)
         return readers[0].scalars
 
     needed = _kinds_of_all(tensors, ranks) if is_split(ranks) else _kinds(tensors)
@@ -56,6 +57,23 @@ def restore(path: Path, tensors: Mapping[str, NamedTensor], ranks: Backend) -> d
     if needed:
         _restore_sharded(path, needed, tensors=sharded, readers=readers, ranks=ranks)
     return scalars
+
+
+def contents(path: Path, ranks: Backend) -> tuple[list[str], dict[str, Any]]:
+    """Return the names of the checkpoint's tensors, and its scalars. Collective.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+
+    def look() -> list[Any]:
+        if not ranks.primary:
+            return []
+        reader = SliceReader(path)
+        return [list(reader.tensors), reader.scalars]
+
+    names, scalars = on_every_rank(ranks, look)[0]
+    return names, scalars
 
 
 def extras(path: Path, ranks: Backend, prefix: str) -> dict[str, np.ndarray]:
@@ -87,8 +105,8 @@ def extras(path: Path, ranks: Backend, prefix: str) -> dict[str, np.ndarray]:
     return {name.removeprefix(prefix): variable.numpy() for name, variable in sent.items()}
 
 
-def check_fit(path: Path, reader: SliceReader, needed: Mapping[str, Kind]) -> None:
-    """Refuse a checkpoint whose tensors are not those that the state needs, by path.
+def check_fit(path: Path, reader: SliceReader, needed: Mapping[str, Kind], *, partly: bool = False) -> None:
+    """Refuse a checkpoint whose tensors are not those that the state needs, or has them `partly`, by path.
 
     Raises:
         CheckpointError: naming the first that differ.
@@ -96,7 +114,7 @@ def check_fit(path: Path, reader: SliceReader, needed: Mapping[str, Kind]) -> No
     saved = {
         name: (tensor.dtype, tensor.global_shape)
         for name, tensor in reader.tensors.items()
-        if not name.startswith(OPTIONAL)
+        if not name.startswith(OPTIONAL) and (name in needed or not partly)
     }
     wrong = [
         f"{name}: saved {_words(saved.get(name))}, needed {_words(needed.get(name))}"

@@ -20,6 +20,8 @@ from hvdtrain.state.variables import own_attributes, unwrap
 
 MAIN = "optimizer"
 """Path of the optimizer set by `Model.compile`."""
+AVERAGES = "/model_variables_moving_average/"
+"""In the path of a slot of an optimizer with `use_ema`: what follows is the variable's."""
 
 
 def optimizers_of(model: Any) -> dict[str, Any]:

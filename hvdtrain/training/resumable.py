@@ -19,17 +19,20 @@ from hvdtrain.checkpoint.checkpointer import Checkpointer
 from hvdtrain.checkpoint.commit import discard
 from hvdtrain.checkpoint.lock import locked
 from hvdtrain.checkpoint.naming import checkpoints_at, complete
-from hvdtrain.checkpoint.restore import extras, restore
+from hvdtrain.checkpoint.restore import contents, extras, restore
 from hvdtrain.checkpoint.selection import located, newest_good
 from hvdtrain.config.checkpoint import Checkpoint
 from hvdtrain.config.errors import CheckpointError, ConfigError
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.observability.wording import plural
+from hvdtrain.optim.averaging import innermost
+from hvdtrain.optim.optimizers import NoOptimizer
 from hvdtrain.runtime.logs import LOGGER
 from hvdtrain.runtime.session import current
+from hvdtrain.state.optimizers import AVERAGES, MAIN
 from hvdtrain.state.scalars import Scalars
-from hvdtrain.state.train_state import EXTRA, LAYERS, RULE
+from hvdtrain.state.train_state import EXTRA, LAYERS, MODEL, RULE
 from hvdtrain.training.agreement import agree_on_call, check_same_data, described
 from hvdtrain.training.core import TrainerCore
 from hvdtrain.training.loop.loop import Plan
@@ -141,8 +144,9 @@ class ResumableTrainer(TrainerCore):
         """Load a checkpoint and return its path. Collective; only rank 0 needs to see the folder.
 
         The next `fit` starts a new training from this state. The weights are those that a `fit` would have left that
-        ended there: with `use_ema=True` the averages. If the model has no variables yet, the checkpoint is
-        loaded by the next `fit`, `evaluate` or `predict`.
+        ended there: with `use_ema=True` the averages. A trainer without an optimizer takes the weights alone, of a run
+        with any. If the model has no variables yet, the checkpoint is loaded by the next `fit`, `evaluate` or
+        `predict`.
 
         Args:
             folder: of checkpoints, or of a run; or a single checkpoint.
@@ -213,7 +217,7 @@ class ResumableTrainer(TrainerCore):
             return
         path, self._pending = self._pending, None
         state = self.state
-        scalars = restore(path, state.named_tensors(), self.backend)
+        scalars = restore(path, state.named_tensors(), self.backend) if self._trains else self._load_weights(path)
         state.restore(scalars)
         state.held_weights = extras(path, self.backend, EXTRA)
         state.restore_layers(extras(path, self.backend, LAYERS))
@@ -222,12 +226,28 @@ class ResumableTrainer(TrainerCore):
         if not self._resuming:
             self.rule.finalize()
 
+    @property
+    def _trains(self) -> bool:
+        """Whether there is an optimizer; else the model evaluates and predicts."""
+        return not isinstance(innermost(self.optimizer), NoOptimizer)
+
+    def _load_weights(self, path: Path) -> dict[str, Any]:
+        """Load the weights of a checkpoint alone, or their averages if it has these; return its scalars. Collective."""
+        names, scalars = contents(path, self.backend)
+        saved = [name for name in names if name.startswith(f"{MAIN}/") and AVERAGES in name]
+        averages = {name.partition(AVERAGES)[2]: name for name in saved if scalars["step"]}  # before it they are zeros
+        sources = {f"{MODEL}{path}": averages[path] for path in self.state.trainable if path in averages}
+        tensors = {name: each for name, each in self.state.named_tensors().items() if name.startswith(MODEL)}
+        needed = {sources.get(name, name): each for name, each in tensors.items()}
+        return restore(path, needed, self.backend, partly=True)
+
     def _build_variables(self, batch: Batch, *, training: bool) -> None:
         """Also build the optimizers if a checkpoint is pending."""
+        pending = self._pending is not None and self._trains
         try:
-            super()._build_variables(batch, training=training or self._pending is not None)
+            super()._build_variables(batch, training=training or pending)
         except Exception as error:
-            if not training and self._pending is not None:
+            if not training and pending:
                 error.add_note(
                     f"{type(self.model).__name__} was built for training on a batch of evaluation, to load "
                     f"{self._pending} into its optimizers."

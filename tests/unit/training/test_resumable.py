@@ -369,6 +369,28 @@ def test_what_is_saved_is_restored_and_evaluated(tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == [damaged.name]
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("built", [True, False])
+def test_a_trainer_without_an_optimizer_restores_the_weights_of_a_run_with_one(tmp_path, built, scaled):
+    adam = keras.optimizers.Adam(0.1, use_ema=True, ema_momentum=0.5)
+    optimizer = hvdtrain.LossScaleOptimizer(adam, initial_scale=4.0) if scaled else adam
+    trainer = trainer_of(optimizer=optimizer)
+    trainer.fit(X, Y, epochs=2, checkpoint=str(tmp_path), **QUIET)
+    other = trainer_of(optimizer=None, built=built)
+    other.restore(str(tmp_path))
+    np.testing.assert_array_equal(other.predict(X, verbose=0), trainer.predict(X, verbose=0))
+    assert other.evaluate(X, Y, verbose=0) == trainer.evaluate(X, Y, verbose=0)
+    with pytest.raises(ConfigError, match="An optimizer is needed"):
+        other.fit(X, Y, **QUIET)
+
+
+def test_the_weights_of_another_model_are_refused_without_an_optimizer_too(tmp_path):
+    trainer_of().fit(X, Y, checkpoint=str(tmp_path), **QUIET)
+    other = hvdtrain.Trainer(keras.Sequential([keras.Input((5,)), keras.layers.Dense(3)]), None, "mse")
+    with pytest.raises(CheckpointError, match="model/layers/0/kernel: saved"):
+        other.restore(str(tmp_path))
+
+
 def test_the_best_epoch_is_restored_by_its_name(tmp_path):
     trainer, seen = trainer_of(optimizer=keras.optimizers.SGD(0.5)), {}
 
