@@ -42,6 +42,7 @@ from hvdtrain.observability.events import Observer
 from hvdtrain.runs.run_data import run_data
 from hvdtrain.runs.trainers import run_trainer
 from hvdtrain.runtime.session import Session
+from hvdtrain.state.lent_optimizer import without_slots
 from hvdtrain.training.loop.loop import Plan
 from hvdtrain.training.step.batches import per_microbatch
 from hvdtrain.training.step.contract import LocalGradients
@@ -156,12 +157,14 @@ def breakdown(
     whole = trainer.compiled_step(data)
     mine = one._replace(global_samples=config.data.batch // backend.data_parallel.size)
     here, optimizer = SingleBackend(session), trainer.optimizer
-    # Slots of its own: the trainer's may be slices.
-    update = AllReduceUpdate(here, trainer.model, type(optimizer).from_config(optimizer.get_config()))
+    with without_slots(optimizer):  # for slots of its own: the trainer's may be slices
+        update = AllReduceUpdate(here, trainer.model, optimizer)
+        alone = _step_alone(config, trainer, here, mine=mine, rule=update)
+        alone()  # is traced with them
     steps: dict[str, Callable[[], Any]] = {
         "whole": lambda: whole(next(stream), measure=False).totals,
         "batch": lambda: whole(one, measure=False).totals,
-        "alone": _step_alone(config, trainer, here, mine=mine, rule=update),
+        "alone": alone,
         "passes": _step_alone(config, trainer, here, mine=mine, rule=NoUpdate()),
     }
     for step in steps.values():

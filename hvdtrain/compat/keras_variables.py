@@ -344,13 +344,14 @@ OPTIMIZER_BOOKKEEPING = frozenset({"_variables", "_trainable_variables", "_train
 def forget_slots(optimizer: Any) -> None:
     """Reset an optimizer to its unbuilt state: only step counter and learning rate.
 
-    Assumes `_variables` lists all variables, `_trainable_variables_indices` the trained ones, and `_tracker` the saved
-    ones.
+    Assumes `_variables` lists all variables, `_trainable_variables_indices` the trained ones, `_tracker` the saved
+    ones, and `_exclude_from_weight_decay_cache`, made again, which of them decay.
     """
     first = {id(optimizer._iterations), id(optimizer._learning_rate)}
     kept = [variable for variable in optimizer._variables if id(variable) in first]
     # As in its constructor, where nothing is tracked yet: a list that loses elements could not be saved any more.
     tracker = vars(optimizer).pop("_tracker")
+    vars(optimizer).pop("_exclude_from_weight_decay_cache", None)
     optimizer._variables = kept
     optimizer._trainable_variables_indices = {}
     optimizer.built = False

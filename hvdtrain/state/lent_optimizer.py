@@ -1,7 +1,8 @@
 """The user's optimizer, which an update rule builds for variables of its own, and gives back after a training."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import tensorflow as tf
@@ -82,3 +83,22 @@ class LentOptimizer:
             track_variables(each)
         self._lent = None
         return {path.removeprefix("optimizer/"): tensor.value for path, tensor in slots.items()}
+
+
+@contextmanager
+def without_slots(optimizer: Any) -> Iterator[None]:
+    """Let `optimizer`, wrapped or not, be built for other variables inside this context; its slots are back after it.
+
+    Steps and learning rate stay. So does all that a user has set and that a configuration does not hold.
+    """
+    chain = list(chain_of(optimizer))
+    before = [dict(vars(each)) for each in chain]
+    for each in chain:
+        forget_slots(each)
+    try:
+        yield
+    finally:
+        for each, own in zip(chain, before, strict=True):
+            vars(each).clear()
+            vars(each).update(own)
+            track_variables(each)

@@ -28,7 +28,7 @@ from hvdtrain.state.variables import unwrap
 from hvdtrain.training.options import StepOptions
 from hvdtrain.training.step.contract import CompiledStep, LocalGradients, Totals
 from hvdtrain.training.update_rules.local_sgd import unique_rows
-from hvdtrain.training.update_rules.servers.layout import changes_rows_alone, owners_of
+from hvdtrain.training.update_rules.servers.layout import owners_of
 from hvdtrain.training.update_rules.servers.rule import AsyncUpdate
 
 
@@ -127,13 +127,14 @@ class HybridUpdate(AsyncUpdate):
                 )
             return frozenset(path for path, name in names.items() if any(re.search(each, name) for each in patterns))
         sparse = {path: each for path, each in gradients.items() if isinstance(each, tf.IndexedSlices)}
-        if sparse and not changes_rows_alone(self.optimizer):
+        moved_by_rows = self._moved_by_rows(sparse)
+        if not moved_by_rows and sparse.keys() - self._constrained():
             raise ConfigError(
                 f"{opt('update', self.name)} gains nothing with {type(innermost(self.optimizer)).__name__}, which "
                 "changes rows without a gradient too: whole tables would travel. Use SGD without momentum or Adagrad, "
                 f"name variables in {opt('server_variables')}, or leave it out."
             )
-        few = [path for path, each in sparse.items() if self._touches_few(each) and path not in self._constrained()]
+        few = [path for path in moved_by_rows if self._touches_few(sparse[path])]
         # Of a batch that does not divide, one rank may have fewer rows than another.
         found = frozenset(few).intersection(*gather(self._backend, few))
         if not found:

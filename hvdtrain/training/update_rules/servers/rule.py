@@ -9,7 +9,7 @@ far as one synchronous step does.
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend, gather
+from hvdtrain.compat.keras_variables import is_decayed
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.gradients.reduction import Gradient, scaled
@@ -141,9 +142,7 @@ class AsyncUpdate(UpdateRule):
                     f"{type(self.model).__name__} is missing, or sparse, with some batches only."
                 )
             return
-        by_rows = sparse - self._constrained()  # a constraint changes rows without a gradient, too
-        if not (by_rows and self.gradients_alone_change and changes_rows_alone(self.optimizer)):
-            by_rows = set()
+        by_rows = set(self._moved_by_rows(sparse)) if self.gradients_alone_change else set()
         variables = self._by_path()
         for server in range(self._backend.size):
             entries = [
@@ -190,6 +189,14 @@ class AsyncUpdate(UpdateRule):
     def _take_up(self, pulled: Sequence[Pulled]) -> None:
         """Set the model's variables to what was pulled."""
         self._take_in([(flats, rows) for flats, rows in pulled])
+
+    def _moved_by_rows(self, tables: Iterable[str]) -> list[str]:
+        """Return those of the `tables`, by path, of which an update changes no row without a gradient."""
+        masters, inner = self._masters.by_path, innermost(self.optimizer)
+        # A constraint changes others, too.
+        decayed = {path: is_decayed(inner, masters[path]) for path in tables if path not in self._constrained()}
+        alone = {each: changes_rows_alone(inner, decayed=each) for each in set(decayed.values())}
+        return [path for path, each in decayed.items() if alone[each]]
 
     def _compile(self) -> None:
         """Compile what goes out of a step, and what comes in, for the layouts."""
