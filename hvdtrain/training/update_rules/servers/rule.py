@@ -228,18 +228,18 @@ class AsyncUpdate(UpdateRule):
         if self._server is not None:  # of a training that was interrupted
             self._drain()
             self._disconnect()
-        self._step = state.scalars.step
         connection, _ = self._connected()
         iterations = innermost(self.optimizer).iterations
+        before = self._step - state.scalars.step  # of the optimizer, as in a training by Keras alone
 
         def begin(piece: Slice) -> None:
-            self._step = piece.step
+            self._step = piece.step + before
             state.counter.assign(piece.draws)
 
         def end(number: int) -> None:
             self._consolidated = False
             state.counter.assign(number)
-            iterations.assign(number)
+            iterations.assign(number + before)
 
         take = connection.take_slice if self._bound is None else None
         if self._options.servers and not shares_slices(data):
@@ -263,7 +263,7 @@ class AsyncUpdate(UpdateRule):
             measure=self._measure,
             total=self._unread.add,
         )
-        ahead = self._step - state.scalars.place_in_data(data.steps_per_epoch)
+        ahead = state.scalars.step - state.scalars.place_in_data(data.steps_per_epoch)
         return paced, PacedData(data, self._backend.index, self._workers, take, ahead=ahead)
 
     def finalize(self) -> None:
@@ -280,6 +280,7 @@ class AsyncUpdate(UpdateRule):
             session = current()
             self._messages = Messages(session, session.config.load_timeout)
             self._server = self._make_server(self._messages, replay)
+            self._step = int(innermost(self.optimizer).iterations)
             self._connection = Connection(self._messages)
             session.link.threads.append(self._server.stop)
             self._messages.check = self._check
