@@ -81,8 +81,13 @@ class Opaque:
     """Something that a unit computes of this rank's rows, whose operations are not looked at."""
 
 
+class Slice:
+    """This rank's slice of a weight's gradient, where each rank has another one."""
+
+
 OPAQUE = Opaque()
-Kind: TypeAlias = "Rows | Part | Sizes | Opaque | None"
+SLICE = Slice()
+Kind: TypeAlias = "Rows | Part | Sizes | Opaque | Slice | None"
 
 
 def times(per: Sequence[Per], factor: Per) -> tuple[Per, ...]:

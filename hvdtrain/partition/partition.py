@@ -14,8 +14,8 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Collectives
 from hvdtrain.compat.tensorflow import graph_of, in_graph_of, recorded
-from hvdtrain.config.errors import ConfigError
-from hvdtrain.partition.kinds import OPAQUE, Kind, Opaque, Part, Per, Reduction, Rows, Sizes
+from hvdtrain.config.errors import ConfigError, opt
+from hvdtrain.partition.kinds import OPAQUE, Kind, Opaque, Part, Per, Reduction, Rows, Sizes, Slice
 from hvdtrain.runtime.compiled import numbered
 from hvdtrain.runtime.guarded import guarded
 
@@ -128,6 +128,11 @@ class Partition:
             raise ConfigError(
                 f"{self.cause} takes something from inside of a layer that is computed as a whole. Received: "
                 f"{tensor.name}. Use the layer's outputs."
+            )
+        if isinstance(kind, Slice):
+            raise ConfigError(
+                f"{opt('zero', 3)} gives each rank a slice of each gradient, where {self.cause} needs the whole "
+                f"({users_line()}). Use {opt('zero', 2)}, or clip_norm and clip_value of Trainer."
             )
         if isinstance(kind, Part):
             return self._reduced(tensor, kind)

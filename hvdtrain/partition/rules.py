@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.partition.kinds import OPAQUE, Kind, Opaque, Part, Reduction, Rows, Sizes
+from hvdtrain.partition.kinds import OPAQUE, SLICE, Kind, Opaque, Part, Reduction, Rows, Sizes, Slice
 from hvdtrain.partition.partition import Partition
 from hvdtrain.partition.sizes import static, values_of
 
@@ -70,6 +70,21 @@ def opaque(call: Call) -> Made:
             for each, kind in zip(call.inputs, kinds, strict=True)
         ], [Part()]
     return call.inputs, [OPAQUE] * 256
+
+
+_OF_SLICES = ("Identity", "AddN", "AddV2", "Neg", "Mul", "RealDiv", "Cast")
+
+
+def of_slices(call: Call) -> Made:
+    """Make an operation of slices of gradients, and of numbers, for each element; refuse others."""
+    p = call.partition
+    inputs = [
+        each if isinstance(kind, Slice) else p.whole(each) for each, kind in zip(call.inputs, call.kinds, strict=True)
+    ]
+    slices = [each for each in inputs if isinstance(p.kind(each), Slice)]
+    if call.type not in _OF_SLICES or any(each.shape.rank != 0 for each in inputs if p.kind(each) is None):
+        p.whole(slices[0])
+    return inputs, [SLICE]
 
 
 def linear_parts(call: Call) -> list[int]:

@@ -1,7 +1,7 @@
 """Applies the rules to the operations of a step as it is traced."""
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -10,9 +10,9 @@ import tensorflow as tf
 from hvdtrain.compat.replaced import active, replaced
 from hvdtrain.compat.tensorflow import Standing, converted_function, operations_made_by
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.partition.kinds import Opaque, Part, Rows, Sizes
+from hvdtrain.partition.kinds import Opaque, Part, Rows, Sizes, Slice
 from hvdtrain.partition.partition import Partition, users_line
-from hvdtrain.partition.rules import Call, Outputs, opaque, whole
+from hvdtrain.partition.rules import Call, Outputs, of_slices, opaque, whole
 from hvdtrain.partition.sizes import followed, values_of
 from hvdtrain.partition.table import RULES
 from hvdtrain.partition.units import within_units
@@ -103,6 +103,14 @@ def partition_here() -> Partition | None:
     return None
 
 
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Make operations without a look at them, inside the context, if a step is being traced for the whole batch."""
+    partition = partition_here()
+    with nullcontext() if partition is None else partition.plain():
+        yield
+
+
 def _nothing() -> None:
     pass
 
@@ -125,6 +133,8 @@ def _made(
     call = Call(partition, op_type, inputs, attrs)
     if any(isinstance(partition.kind(each), Opaque) for each in inputs):
         made: Any = opaque(call)
+    elif any(isinstance(partition.kind(each), Slice) for each in inputs):
+        made = of_slices(call)
     elif inputs and inputs[0].dtype == tf.resource and op_type in _ON_VARIABLES:
         made = _on_variable(call)
     elif op_type in _CALLS_PYTHON and any(isinstance(kind, Rows | Part) for kind in call.kinds):

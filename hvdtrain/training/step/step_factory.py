@@ -96,6 +96,7 @@ class KerasStepFactory:
         self._composition: Hashable = None
         self._built = False
         self._has_rows = True
+        self._notes: FetchNotes | None = None
         self.narrow_outputs = False
 
     @property
@@ -155,7 +156,7 @@ class KerasStepFactory:
             self._check_metrics(batch)
             self._check_states(batch)
         self._has_rows = has_rows(batch)
-        if (self._backend.size > 1 or self._options.accumulate > 1) and not self._sees_whole_batch():
+        if self._backend.size > 1 and not self._sees_whole_batch():
             self._find_kinds(batch)
         self._built = True
 
@@ -314,12 +315,19 @@ class KerasStepFactory:
             forward=self._forward,
             parameters=rule.parameters(state.trainable),
             notes=self._fetch_notes(),
+            microbatches=microbatch is not None,
         )
         return TrainStep(
             self._backend, state, passes=of_batch, logs=self._logs, rule=rule, alone=passes, microbatch=microbatch
         )
 
     def _fetch_notes(self) -> FetchNotes:
+        """Return what says once, for all steps of the model, what they fetch."""
+        if self._notes is None:
+            self._notes = self._new_fetch_notes()
+        return self._notes
+
+    def _new_fetch_notes(self) -> FetchNotes:
         own = "train_step" if has_own_train_step(self._model) else "the step"
         parameters = [unwrap(each) for each in self._model.trainable_variables]
         return FetchNotes(

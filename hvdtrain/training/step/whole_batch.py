@@ -15,6 +15,7 @@ from hvdtrain.gradients.reduction import Gradient, scaled
 from hvdtrain.layers.exchanging import exchanging_layers
 from hvdtrain.layers.fused_batch_norm import fused_normalization, fusible_layers
 from hvdtrain.layers.sync_batch_norm import replicas_of, sync_layers
+from hvdtrain.partition.gradients import part_of_gradient
 from hvdtrain.partition.kinds import Part, Rows
 from hvdtrain.partition.partition import Partition, unfolded
 from hvdtrain.partition.report import explained, gathered_bytes
@@ -38,12 +39,14 @@ from hvdtrain.training.step.placeholder import restored_if_empty
 def sees_whole_batch(backend: Backend, model: Any, options: StepOptions) -> bool:
     """Return whether the steps of a model compute with the whole batch, of which each rank has rows.
 
-    Where no code but Keras' own forms numbers of the samples, the weights of gradients say as much.
+    Where no code but Keras' own forms numbers of the samples, the weights of gradients say as much. On one rank it
+    concerns microbatches alone, each of which is a batch of its own.
     """
-    if not options.whole_batch or backend.size == 1 or backend.name != "horovod":
+    alone = backend.size == 1 and options.accumulate > 1
+    if not options.whole_batch or not (alone or (backend.size > 1 and backend.name == "horovod")):
         return False
     own_ways = options.update != "all_reduce" or options.local_steps is not None or options.reduce_op != "average"
-    if own_ways or options.accumulate > 1 or options.jit or options.zero > 1:
+    if own_ways or options.jit:
         return False
     return not set(backend.axes) - {"dp"} and not exchanging_layers(model) and has_own_code(model)
 
@@ -55,8 +58,14 @@ def has_rows(batch: Batch) -> bool:
 
 
 @contextmanager
-def opened(batch: Batch, backend: Backend, logs: StepLogs) -> Iterator[tuple[Batch, Partition]]:
-    """Look at the operations that compute with a batch inside the context; yield it, as this rank's rows."""
+def opened(
+    batch: Batch, backend: Backend, logs: StepLogs, *, microbatch: bool = False
+) -> Iterator[tuple[Batch, Partition]]:
+    """Look at the operations that compute with a batch inside the context; yield it, as this rank's rows.
+
+    Of a `microbatch`, the batch of which this rank has rows is that of all ranks' microbatches.
+    """
+    even = _samples_of_microbatch(batch, backend) if microbatch else batch.global_samples
     fields = ("inputs", "targets", "sample_weight")
     parts = {name: _mapped(open_rows, getattr(batch, name)) for name in fields}
     if _is_zipped(batch):
@@ -68,7 +77,7 @@ def opened(batch: Batch, backend: Backend, logs: StepLogs) -> Iterator[tuple[Bat
         for part in parts.values():
             _mark_equal_slices(partition, part)
     else:
-        exact = None if batch.nominal else batch.global_samples
+        exact = None if batch.nominal else even
         tensor = samples_in(batch._replace(**parts))
         partition = partition_of(backend, tensor, has_samples=batch.has_samples, total=exact)
         if tf.is_tensor(batch.has_samples) or not batch.has_samples:  # a placeholder has none
@@ -76,6 +85,13 @@ def opened(batch: Batch, backend: Backend, logs: StepLogs) -> Iterator[tuple[Bat
         partition.mark_rows(parts)
     with traced(partition, sums=logs.variables()):
         yield batch._replace(**parts), partition
+
+
+def _samples_of_microbatch(batch: Batch, backend: Backend) -> int | None:
+    """Return the samples of all ranks' microbatches if all have as many; None: ranks tell one another."""
+    rows, total = samples_in(batch).shape[0], batch.global_samples
+    even = rows is not None and not tf.is_tensor(total) and int(total) % (rows * backend.size) == 0
+    return rows * backend.size if even else None
 
 
 def _mapped(function: Callable[[tf.Tensor], tf.Tensor], nest: Any) -> Any:
@@ -172,6 +188,8 @@ class WholeBatchPass:
         forward: takes the place of the model's call, such as one that recomputes; default: the model's own.
         parameters: what is read and differentiated for the trained variables.
         notes: says what the step fetches.
+        microbatches: whether a pass may be one of several of a step: each is a batch of its own, by which the gradients
+            of a step weigh, as those of Keras' `gradient_accumulation_steps` do.
     """
 
     def __init__(
@@ -183,8 +201,10 @@ class WholeBatchPass:
         forward: Callable[..., Any] | None = None,
         parameters: Parameters | None = None,
         notes: FetchNotes | None = None,
+        microbatches: bool = False,
     ) -> None:
         self._notes = notes
+        self._microbatches = microbatches
         self._backend = backend
         self._state = state
         self._logs = logs
@@ -210,12 +230,12 @@ class WholeBatchPass:
             restored_if_empty(self._statistics, batch.has_samples),
             replicas_of(self._synchronized, self._backend, batch.has_samples),
             fused_normalization(self._fusible),
-            self._parameters.passes(batch.has_samples) as passes,
+            self._parameters.passes(1.0) as passes,  # a rank without samples has its part of what is whole
         ):
             taken = AppliedGradients(self._state, passes, self._parameters.sources())
             with (
                 within(),
-                opened(batch, self._backend, self._logs) as (rows, partition),
+                opened(batch, self._backend, self._logs, microbatch=self._microbatches) as (rows, partition),
                 taken.from_step(),
                 self._logs.recording(),
                 called_as(model, self._forward),
@@ -223,13 +243,18 @@ class WholeBatchPass:
                 returned = take_train_step(model, rows)
                 partition.cause = "the results of the step"
                 returned = settled_results(partition, self._logs, returned)
+            total = samples_of_batch(batch, partition)
+            expected = tf.cast(batch.global_samples, tf.float64)
+            weighs = batch.nominal or self._microbatches
+            factor = tf.math.divide_no_nan(total, expected) if weighs else None
+            partition.cause = "the gradients"
+            mine = [part_of_gradient(partition, each) for each in taken.gradients()]
+            gradients, poison_of_each = passes.collected(
+                mine if factor is None else [scaled(each, factor) for each in mine]
+            )
         if self._notes is not None:
             self._notes.note(partition, batch)
-        total = samples_of_batch(batch, partition)
         watched = self._logs.take(returned, samples, whole=total, first=first)
-        expected = tf.cast(batch.global_samples, tf.float64)
-        factor = tf.math.divide_no_nan(total, expected) if batch.nominal else None
-        gradients = [_part_of(partition, each, factor) for each in taken.gradients()]
         loss = tf.add_n([tf.cast(each, tf.float64) for each in watched])
         dtype = tf.float64 if watched[0].dtype == tf.float64 else tf.float32
         parts = (loss * total, samples, tf.where(samples > 0, tf.cast(poison, tf.float64), tf.zeros([], tf.float64)))
@@ -238,6 +263,7 @@ class WholeBatchPass:
             totals=tf.cast(tf.stack(parts), dtype),
             expected_weight=expected,
             uniform=not batch.nominal,
+            poison=poison_of_each,
         )
 
 
@@ -245,21 +271,6 @@ def take_train_step(model: Any, batch: Batch) -> Any:
     """Return the result of the model's `train_step`."""
     step = getattr(model.train_step, "python_function", model.train_step)
     return step(keras_data(batch))
-
-
-def _part_of(partition: Partition, gradient: Gradient, factor: tf.Tensor | None) -> Gradient:
-    """Return this rank's part of a gradient."""
-    partition.cause = "the gradients"
-    if gradient is None:
-        return None
-    if isinstance(gradient, tf.IndexedSlices):
-        if not isinstance(partition.kind(gradient.values), Rows):
-            gradient = tf.IndexedSlices(
-                partition.part(gradient.values), partition.whole(gradient.indices), gradient.dense_shape
-            )
-    else:
-        gradient = partition.part(gradient)
-    return gradient if factor is None else scaled(gradient, factor)
 
 
 def as_applied(partition: Partition, gradients: Sequence[Gradient]) -> tuple[list[Gradient], bool]:

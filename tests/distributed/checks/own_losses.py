@@ -197,7 +197,6 @@ def check_own_numbers_count_as_in_keras(world: World) -> None:
 def check_losses_of_other_places_count_as_in_keras(world: World) -> None:
     compiled = {"optimizer": sgd, "loss": lambda: "mse"}
     cases: dict[str, tuple[Callable[[], keras.Model], list[str], dict[str, Any]]] = {
-        "accumulated sum": (lambda: built(OwnStep(total)), ["optimizer"], {"accumulate": 2}),
         "accumulated mean": (lambda: built(OwnStep(mean)), ["optimizer"], {"accumulate": 2}),
         "sum in slices of the optimizer": (lambda: built(OwnStep(total)), ["optimizer"], {"zero": 1}),
         "one for each sample": (lambda: built(OwnStep(squares_at_a_tenth)), ["optimizer"], {}),

@@ -1,7 +1,9 @@
 """Steps, losses, metrics and layers of a user's own have the values of one process with the whole batch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -10,7 +12,11 @@ from world import World, computing_in, refused
 from worlds import worlds
 
 import hvdtrain
+from hvdtrain.backends.single import SingleBackend
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.data.batch import split_bounds
+from hvdtrain.runtime.session import current
+from hvdtrain.training.update_rules.zero import shards
 
 ops, layers = keras.ops, keras.layers
 SAMPLES, BATCH, EPOCHS = 42, 8, 3
@@ -278,42 +284,50 @@ def recurrent(kind: type[keras.Model] = OwnLoss) -> keras.Model:
     return model
 
 
-def trained(make: Callable[[], keras.Model], x: Any, backend: Any = None, **options: Any) -> tuple[list[Any], Any]:
+def trained(
+    make: Callable[[], keras.Model], x: Any, y: Any = Y, backend: Any = None, **options: Any
+) -> tuple[list[Any], Any]:
     """Return weights and History of a training, by default in this process."""
     with computing_in("float64"):
         model = make()
         trainer = hvdtrain.Trainer(model, backend=backend, **options)
-        held = None if isinstance(model, Base) else (x[:9], Y[:9])
-        result = trainer.fit(x, Y, batch=BATCH, epochs=EPOCHS, shuffle=False, verbose=0, validation_data=held)
+        held = None if isinstance(model, Base) else (x[:9], y[:9])
+        result = trainer.fit(x, y, batch=BATCH, epochs=EPOCHS, shuffle=False, verbose=0, validation_data=held)
         return model.get_weights(), result.history
 
 
-def alone(make: Callable[[], keras.Model], x: Any, **options: Any) -> tuple[list[Any], Any]:
-    from hvdtrain.backends.single import SingleBackend
-    from hvdtrain.runtime.session import current
+def alone(make: Callable[[], keras.Model], x: Any, y: Any = Y, zero: int = 0, **options: Any) -> tuple[list[Any], Any]:
+    return trained(make, x, y, SingleBackend(current()), **options)
 
-    return trained(make, x, SingleBackend(current()), **options)
+
+def assert_equal(found: tuple[list[Any], Any], right: tuple[list[Any], Any]) -> None:
+    for mine, other in zip(found[0], right[0], strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-9, atol=1e-9)
+    assert sorted(found[1]) == sorted(right[1])
+    for name, values in right[1].items():
+        np.testing.assert_allclose(found[1][name], values, rtol=1e-8, atol=1e-9, err_msg=name)
 
 
 def assert_as_one_process(world: World, make: Callable[[], keras.Model], x: Any, **options: Any) -> None:
-    weights, history = trained(make, x, world.backend, **options)
-    right_weights, right_history = alone(make, x, **options)
-    for mine, right in zip(weights, right_weights, strict=True):
-        np.testing.assert_allclose(mine, right, rtol=1e-9, atol=1e-9)
-    assert sorted(history) == sorted(right_history)
-    for name, values in right_history.items():
-        np.testing.assert_allclose(history[name], values, rtol=1e-8, atol=1e-9, err_msg=name)
+    assert_equal(trained(make, x, backend=world.backend, **options), alone(make, x, **options))
+
+
+@contextmanager
+def noted(name: str) -> Iterator[None]:
+    """Say in an error inside the context what was tried."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(name)
+        raise
 
 
 @worlds("mpirun-2", why="nine models, each trained twice")
 @worlds("gloo-4", extended=True)
 def check_own_steps_train_as_one_process_does(world: World) -> None:
     for name, make in STEPS.items():
-        try:
+        with noted(name):
             assert_as_one_process(world, lambda make=make: built(make), X)
-        except Exception as error:
-            error.add_note(name)
-            raise
 
 
 @worlds("mpirun-2", "gloo-4", extended=True, why="other places of own code")
@@ -322,10 +336,67 @@ def check_own_losses_layers_and_metrics_train_as_one_process_does(world: World) 
     assert_as_one_process(world, recurrent, SEQUENCES)
 
 
-@worlds("mpirun-2", extended=True, why="what an optimizer and a guard add to a step")
+@worlds("mpirun-2", extended=True, why="what an optimizer, a guard and an update rule add to a step")
 def check_own_steps_go_with_options(world: World) -> None:
     for options in ({"clip_norm": 0.2}, {"on_bad_step": "skip"}, {"zero": 1}, {"desync_every": 2}):
         assert_as_one_process(world, lambda: built(Sampling), X, **options)
+
+
+@worlds("mpirun-2", "gloo-4", extended=True, why="each step once more, with two stages")
+def check_own_steps_go_with_slices_of_gradients_and_weights(world: World) -> None:
+    with mock.patch.object(shards, "SMALL_BYTES", 64):
+        for name, make in STEPS.items():
+            for options in ({"zero": 2}, {"zero": 3}):
+                if make is Adversaries:
+                    with refused("which applies gradients several times", ConfigError):
+                        trained(lambda make=make: built(make), X, backend=world.backend, **options)
+                elif make in (Clipped, Sharpness) and options["zero"] == 3:
+                    with refused("where L2Loss needs the whole", ConfigError):
+                        trained(lambda make=make: built(make), X, backend=world.backend, **options)
+                else:
+                    with noted(f"{name} {options}"):
+                        assert_as_one_process(world, lambda make=make: built(make), X, **options)
+
+
+def microbatches_of_ranks(x: Any, size: int, accumulate: int) -> Any:
+    """Return samples in an order in which microbatches of one process are those of all ranks."""
+    order: list[int] = []
+    length = BATCH // size // accumulate
+    for begin in range(0, len(x), BATCH):
+        count = min(BATCH, len(x) - begin)
+        slices = [range(*split_bounds(count, rank, size)) for rank in range(size)]
+        order += [
+            begin + sample
+            for first in range(0, length * accumulate, length)
+            for mine in slices
+            for sample in mine[first : first + length]
+        ]
+    return x[order]
+
+
+def assert_accumulated_as_in_one_process(world: World, make: Callable[[], keras.Model], **options: Any) -> None:
+    x, y = (np.concatenate([each, each[:4]]) for each in (X, Y))  # microbatches of the last batch are uneven
+    found = trained(make, x, y, world.backend, accumulate=2, **options)
+    x, y = (microbatches_of_ranks(each, world.size, 2) for each in (x, y))
+    assert_equal(found, alone(make, x, y, accumulate=2, **options))
+
+
+def check_microbatches_of_own_steps_are_batches(world: World) -> None:
+    for make in (Missing, Statistics):
+        with noted(make.__name__):
+            assert_accumulated_as_in_one_process(world, lambda make=make: built(make))
+
+
+@worlds("mpirun-2", "gloo-4", extended=True, why="each step, and with slices of gradients and weights")
+def check_microbatches_of_all_own_steps_are_batches(world: World) -> None:
+    for name, make in STEPS.items():
+        if make is not Adversaries:
+            with noted(name):
+                assert_accumulated_as_in_one_process(world, lambda make=make: built(make))
+    with mock.patch.object(shards, "SMALL_BYTES", 64):
+        for options in ({"zero": 2}, {"zero": 3}, {"zero": 3, "on_bad_step": "skip"}):
+            with noted(str(options)):
+                assert_accumulated_as_in_one_process(world, lambda: built(Sampling), **options)
 
 
 @hvdtrain.whole_batch

@@ -12,6 +12,8 @@ from hvdtrain.backends.protocol import Backend
 from hvdtrain.compat.keras_variables import autocast
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.gradients.reduction import Gradient
+from hvdtrain.partition.gradients import slice_of_gradient
+from hvdtrain.partition.tracing import unseen
 from hvdtrain.runtime.compiled import numbered, outermost_graph
 from hvdtrain.state.variables import unwrap
 from hvdtrain.training.step.contract import Collected, Parameters, Pass, serves_others
@@ -93,6 +95,10 @@ class GatheringPass(Pass):
 
     def read(self, variable: Any) -> tf.Tensor:
         """Return a sharded variable, all-gathered. Collective."""
+        with unseen():
+            return self._read(variable)
+
+    def _read(self, variable: Any) -> tf.Tensor:
         shard = self._shards[id(variable)]
         if not self._bursts or self._bursts[-1].end is not None or self._bursts[-1].readers():
             self._end_burst()
@@ -162,7 +168,10 @@ class GatheringPass(Pass):
 
         @tf.custom_gradient
         def gathered(mine: tf.Tensor) -> tuple[tf.Tensor, Callable[[Gradient], tf.Tensor]]:
-            return self._gathered(shard, "forward", mine), partial(self._slice_of_gradient, shard)
+            def back(upstream: Gradient) -> tf.Tensor:
+                return slice_of_gradient(upstream, partial(self._slice_of_gradient, shard))
+
+            return self._gathered(shard, "forward", mine), back
 
         return gathered(shard.master.value)
 
