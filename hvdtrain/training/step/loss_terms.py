@@ -46,6 +46,8 @@ Divisors = Literal["exchanged", "weights", "own"]
 """
 LEAST_WEIGHT = 1e-12
 """Weight of a pass that is all masked: where all are, the penalties of weights have gradients still."""
+NO_WEIGHT = 1e-9
+"""Weight up to which no pass of a step has counted: one for each microbatch."""
 Gradients = Callable[[Any, Any, Any], Any]
 """Gradients of a target by sources, for upstream gradients or None, as of a tape."""
 

@@ -20,13 +20,14 @@ m the replicas' mean after the local steps since, gamma the learning rate of the
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
-from hvdtrain.compat.keras_variables import step_counter, trained_variables
+from hvdtrain.compat.keras_variables import average_of, step_counter, trained_variables
 from hvdtrain.gradients.reduction import Gradient, scaled
 from hvdtrain.gradients.sparse import gather_rows, sum_duplicates
 from hvdtrain.optim.averaging import innermost
@@ -38,6 +39,7 @@ from hvdtrain.state.structure import structure_of
 from hvdtrain.state.train_state import RULE
 from hvdtrain.training.options import StepOptions
 from hvdtrain.training.step.contract import LocalGradients, Totals
+from hvdtrain.training.step.loss_terms import NO_WEIGHT
 from hvdtrain.training.update_rules.base import UpdateRule
 from hvdtrain.training.update_rules.split_model import SplitModel
 
@@ -113,7 +115,7 @@ class LocalUpdate(UpdateRule):
         norm = self._split.norm(own) if measure or self._clipping.norm is not None else None
         own, norm = self._clipped(own, norm)
         self._rate.assign(tf.cast(rate_of(self.optimizer), tf.float64))
-        tf.cond(early | (local.totals[1] > 0), lambda: self._apply(own), self._wait)
+        tf.cond(early | (local.totals[1] > NO_WEIGHT), lambda: self._apply(own), self._wait)
         self._average_if_due(tf.cast(local.totals[1], tf.float64), early)
         if measure and norm is not None:
             norm = self._backend.all_reduce(norm, name="gradient//norm", op="average")
@@ -125,9 +127,22 @@ class LocalUpdate(UpdateRule):
         return tf.constant(True)
 
     def _wait(self) -> tf.Tensor:
-        """Count a step without samples, which momentum, moments, decay and EMA would take all the same."""
-        step_counter(innermost(self.optimizer)).assign_add(1)
+        """Count a step without samples, which momentum, moments, decay and EMA would take all the same.
+
+        After a first step Keras' average is of its weights, and no longer of zeros; so it is here.
+        """
+        inner = innermost(self.optimizer)
+        if inner.use_ema:
+            tf.cond(tf.equal(inner.iterations, 0), partial(self._begin_averages, inner), lambda: tf.constant(False))
+        step_counter(inner).assign_add(1)
         return tf.constant(False)
+
+    def _begin_averages(self, optimizer: Any) -> tf.Tensor:
+        for variable in self._variables:
+            average = average_of(optimizer, variable)
+            if average is not None:
+                average.assign(variable)
+        return tf.constant(True)
 
     def _average_if_due(self, weight: tf.Tensor, early: tf.Tensor) -> None:
         """Count a step with samples of this `weight`; average at the end of a period, unless it is an early step."""

@@ -11,6 +11,7 @@ from hvdtrain.backends.single import SingleBackend
 from hvdtrain.runtime.session import current
 from hvdtrain.training.options import step_options
 from hvdtrain.training.step.contract import LocalGradients
+from hvdtrain.training.step.loss_terms import LEAST_WEIGHT
 from hvdtrain.training.trainer import Trainer
 from hvdtrain.training.update_rules.local_sgd import LocalUpdate
 
@@ -75,9 +76,9 @@ def test_a_delayed_average_has_the_learning_rate_of_the_steps_that_it_averages()
     assert late() == pytest.approx(slowmo(rate, momentum=0.6, delay=2, blend=0.5), rel=0, abs=1e-6)
 
 
-def test_a_replica_without_samples_takes_no_step():
+def stepping(optimizer):
+    """Return a model and a step of it with a number of samples, whose gradients are 1."""
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-    optimizer = keras.optimizers.AdamW(0.1, weight_decay=0.1, use_ema=True, ema_momentum=0.5)
     rule = LocalUpdate(SingleBackend(current()), model, optimizer, step_options({"local_steps": 100}))
 
     @tf.function(autograph=False)
@@ -85,11 +86,30 @@ def test_a_replica_without_samples_takes_no_step():
         gradients = [tf.ones(v.shape) * samples for v in model.trainable_variables]
         rule.update(LocalGradients(gradients, tf.stack([0.0, samples, 0.0]), tf.constant(2.0), False), measure=False)
 
+    return model, step
+
+
+@pytest.mark.parametrize("weight", [0.0, LEAST_WEIGHT])
+def test_a_replica_without_samples_or_whose_samples_weigh_nothing_takes_no_step(weight):
+    optimizer = keras.optimizers.AdamW(0.1, weight_decay=0.1, use_ema=True, ema_momentum=0.5)
+    model, step = stepping(optimizer)
     step(tf.constant(1.0))
     _, *before = state = [np.array(v) for v in (*optimizer.variables, *model.weights)]
-    step(tf.constant(0.0))
+    step(tf.constant(weight))
     count, *after = [np.array(v) for v in (*optimizer.variables, *model.weights)]
     np.testing.assert_equal(after, before)
     assert (state[0], count) == (1, 2), "the schedule goes on with the others"
     step(tf.constant(1.0))
     assert any(np.any(np.array(v) != old) for v, old in zip(model.weights, after[-2:], strict=True))
+
+
+def test_an_average_of_weights_begins_at_them_without_samples_too():
+    optimizer = keras.optimizers.SGD(0.5, use_ema=True, ema_momentum=0.5)
+    model, step = stepping(optimizer)
+    kernel, bias = before = [np.array(v) for v in model.trainable_variables]
+    step(tf.constant(0.0))
+    averages = optimizer.variables[2:4]
+    np.testing.assert_array_equal([np.array(v).item() for v in averages], [kernel.item(), bias.item()])
+    step(tf.constant(1.0))
+    for average, old, new in zip(averages, before, model.trainable_variables, strict=True):
+        np.testing.assert_allclose(average, 0.5 * old + 0.5 * np.array(new))
