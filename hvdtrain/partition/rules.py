@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.partition.kinds import OPAQUE, SLICE, Kind, Opaque, Part, Reduction, Rows, Sizes, Slice
-from hvdtrain.partition.partition import Partition
+from hvdtrain.partition.partition import Partition, spelled
 from hvdtrain.partition.sizes import static, values_of
 
 
@@ -380,7 +380,15 @@ def samples(rows: Sequence[int], *, sizes: int | None = None, makes: Sequence[Ki
             return whole(call)
         inputs = [p.rows(each, like) if index in rows else p.whole(each) for index, each in enumerate(call.inputs)]
         if sizes is not None:
-            inputs[sizes] = p.local_shape(inputs[sizes])
+            inputs[sizes] = _with_rows(p, call.inputs[sizes], like)
         return inputs, [like if isinstance(each, Rows) else each for each in makes]
 
     return rule
+
+
+def _with_rows(p: Partition, shape: tf.Tensor, like: Rows) -> tf.Tensor:
+    """Return a shape of samples with this rank's rows along dim 0, also where it is that of a whole tensor."""
+    known = values_of(p, shape)
+    with p.plain():
+        others = shape[1:] if known is None else tf.stack(spelled(shape, known)[1:])
+        return tf.concat([[tf.cast(p.local_length(like.per), shape.dtype)], others], 0)

@@ -212,6 +212,13 @@ CASES: list[Case] = [
             (lambda x: tf.roll(x, [1, 2], [1, 2]), (), 1),
         )
     ],
+    *[  # of whole tensors, with gradients of rows
+        Case(function, rows=((6, 6, 2),), shared=shapes, gathers=True, order=1)
+        for function, shapes in (
+            (lambda x, w: nn.conv2d(tf.cumsum(x, 0), w, 1, "SAME") * x, ((3, 3, 2, 2),)),
+            (lambda x: nn.avg_pool2d(tf.cumsum(x, 0), 2, 2, "VALID") * x[:, :3, :3], ()),
+        )
+    ],
     Case(
         lambda x: raw.ImageProjectiveTransformV3(
             images=x,
