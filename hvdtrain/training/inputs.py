@@ -83,6 +83,12 @@ class _FirstBatches(keras.utils.PyDataset):
     def __getitem__(self, index: int) -> Any:
         return self._dataset[index]
 
+    def on_epoch_begin(self) -> None:
+        self._dataset.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        self._dataset.on_epoch_end()
+
 
 def as_source(data: Any) -> ArraySource:
     """Return arrays as a source."""

@@ -246,6 +246,8 @@ class GeneratorTraining:
 class StreamEvaluation:
     """This replica's slice of every batch of a finite stream, in order; can be iterated repeatedly.
 
+    As in Keras, `on_epoch_begin` and `on_epoch_end` of a PyDataset are called around each pass.
+
     Raises:
         ConfigError: it never ends.
     """
@@ -257,9 +259,14 @@ class StreamEvaluation:
         self._cut = Cut(0, index=index, size=size, name=name_of(data))
 
     def __iter__(self) -> Iterator[Batch]:
-        if isinstance(self._data, keras.utils.PyDataset):
-            return _read_numbers(self._data, np.arange(self._data.num_batches), self._cut)
-        return map(self._cut, _call(self._data))
+        if not isinstance(self._data, keras.utils.PyDataset):
+            yield from map(self._cut, _call(self._data))
+            return
+        self._data.on_epoch_begin()
+        try:
+            yield from _read_numbers(self._data, np.arange(self._data.num_batches), self._cut)
+        finally:
+            self._data.on_epoch_end()
 
 
 def _read_numbers(dataset: keras.utils.PyDataset, numbers: np.ndarray, cut: Callable[[Any], T]) -> Iterator[T]:

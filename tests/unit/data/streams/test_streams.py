@@ -14,7 +14,7 @@ from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.streams import python_batches
 from hvdtrain.data.streams.cut import Cut
 from hvdtrain.data.streams.python_batches import GeneratorTraining, PyDatasetTraining, StreamEvaluation, ahead
-from hvdtrain.training.inputs import training_data, validation_batches, with_class_weights
+from hvdtrain.training.inputs import first_batches, training_data, validation_batches, with_class_weights
 from hvdtrain.training.trainer import Trainer
 from tests.builders import samples
 from tests.unit.gathering import on_ranks
@@ -378,6 +378,17 @@ def test_validation_reads_every_sample_once_and_can_be_repeated(data):
         steps = zip(*parts, strict=True)
         assert [together(map(held, step)) for step in steps] == EPOCH
     assert [held(batch) for batch in validation_batches(data, SingleBackend(None), batch=1)] == EPOCH
+
+
+@pytest.mark.parametrize("steps", [None, 3])
+def test_each_validation_begins_and_ends_an_epoch_of_its_data(steps):
+    dataset = Batches()
+    batches = validation_batches(first_batches(dataset, steps, BATCH), SingleBackend(None), batch=1)
+    dataset.read.clear()
+    read = steps or len(EPOCH)
+    for _ in range(2):
+        list(batches)
+    assert dataset.told == [("begin", 0), ("end", read), ("begin", read), ("end", 2 * read)]
 
 
 def test_endless_validation_is_refused():
