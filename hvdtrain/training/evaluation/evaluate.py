@@ -137,8 +137,8 @@ def is_stopped(model: Any, attribute: str, ranks: int) -> bool:
 class KerasEvaluator:
     """Calls the model's `test_step` on every replica's share of the data.
 
-    Metrics are global, and so is the mean of any other returned value. The model's metrics are reset before, and hold
-    the sums of the evaluation after it, as in Keras.
+    Metrics are over all batches and replicas, and any other returned value is of the last batch, over all replicas. The
+    model's metrics are reset before, and hold the sums of the evaluation after it, as in Keras.
 
     `rule` returns the rule that holds the model's weights; None: the model does. `logs` counts the results.
     """
@@ -164,7 +164,7 @@ class KerasEvaluator:
         """Which numbers of a batch are sums over samples."""
         self.find_kinds: Callable[[Batch], Kinds] | None = None
         """Finds them out on the first batch, where the model's own code forms numbers."""
-        self._logs = logs(backend, model, "test_step", accumulate=True)
+        self._logs = logs(backend, model, "test_step")
         # By whether the model holds its weights: a graph gathers them, or does not.
         self._updates = {holds: compiled(self._update_batch, reduce_retracing=True) for holds in (True, False)}
         keep = backend.local_size == 1

@@ -59,7 +59,7 @@ class Results(NamedTuple):
 
 
 class StepLogs:
-    """Global values of a step's results: metric results over all samples, other tensors averaged.
+    """Global values of a step's results: metric results over all samples, other tensors of the last batch, as in Keras.
 
     A metric's result is computed from its variables summed over the replicas, since most are sums. Anything else is
     averaged over the replicas, weighted by samples.
@@ -67,14 +67,12 @@ class StepLogs:
     Args:
         replicas: sums the variables.
         step: `train_step` or `test_step`, for messages.
-        accumulate: average other tensors over all batches since `reset`, not only the last one.
     """
 
-    def __init__(self, replicas: Backend, model: Any, step: str, *, accumulate: bool = False) -> None:
+    def __init__(self, replicas: Backend, model: Any, step: str) -> None:
         self._replicas = replicas
         self._model = model
         self._step = step
-        self._accumulate = accumulate
         self._figures: dict[str, Figure] = {}
         """Of what a step returned, by name."""
         self._of_epoch: dict[str, Figure] = {}
@@ -131,7 +129,7 @@ class StepLogs:
                 weight = tf.cast(samples, tf.float64)
                 factor = weight if whole is None else whole
                 mine = tf.stack([tf.math.multiply_no_nan(tf.cast(value, tf.float64), factor), weight])
-                self._count(figure.sums, mine, first=first and not self._accumulate)
+                self._count(figure.sums, mine, first=first)
         self._seen.pop(threading.get_ident(), None)
         losses = [name for name in values if "loss" in name]
         watched = ["loss"] if "loss" in values else losses or list(values)

@@ -74,7 +74,7 @@ class OwnStep(keras.Model):
         self.of_samples.update_state(tf.abs(targets))
         self.weighted.update_state(loss, sample_weight=tf.cast(tf.shape(targets)[0], loss.dtype))
         self.summed.update_state(loss)
-        return {metric.name: metric.result() for metric in self.metrics}
+        return {**{metric.name: metric.result() for metric in self.metrics}, "of_the_last_batch": tf.reduce_sum(loss)}
 
     def train_step(self, data: Any) -> dict[str, Any]:
         inputs, targets = data
@@ -82,7 +82,7 @@ class OwnStep(keras.Model):
             loss = self.formed(targets, self(inputs, training=True))
         variables = self.trainable_variables
         self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
-        return {**self.counted(targets, loss), "of_the_last_batch": tf.reduce_sum(loss)}
+        return self.counted(targets, loss)
 
     def test_step(self, data: Any) -> dict[str, Any]:
         inputs, targets = data

@@ -189,6 +189,13 @@ class OwnFigures(keras.Model):
         with tf.GradientTape() as tape:
             loss = self.compute_loss(x, y, self(x))
         self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return self.figures(loss)
+
+    def test_step(self, data):
+        x, y = data
+        return self.figures(self.compute_loss(x, y, self(x)))
+
+    def figures(self, loss):
         self.metrics[0].update_state(loss)
         others = {"rate": self.optimizer.learning_rate, "steps": self.optimizer.iterations, "twice": 2 * loss}
         return {"loss": loss, **{name: others[name] for name in self.others}}
@@ -201,8 +208,9 @@ def test_what_an_own_step_returns_is_reported_as_in_keras(others, rate):
         keras.utils.set_random_seed(0)
         model, batches = OwnFigures(*others), Batches()
         model.compile(keras.optimizers.SGD(rate), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-        data = tf.data.Dataset.from_tensor_slices((X[:48], CLASSES[:48])).batch(16)
-        return fit(model, data, epochs=2, verbose=0, callbacks=[batches]).history, batches.seen
+        data = tf.data.Dataset.from_tensor_slices((X[:48], CLASSES[:48]))
+        options = {"epochs": 2, "verbose": 0, "callbacks": [batches], "validation_data": data.take(40).batch(16)}
+        return fit(model, data.batch(16), **options).history, batches.seen
 
     expected, seen = trained(lambda model, *args, **options: model.fit(*args, **options))
     found, ours = trained(lambda model, *args, **options: Trainer(model).fit(*args, **options))
