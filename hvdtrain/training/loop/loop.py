@@ -160,6 +160,7 @@ class TrainingLoop:
         activity: the loop's current activity, for the hang watchdog.
         stopping: agrees on the step after which a signal stops all ranks; None: never.
         measures_few: whether all of a few steps are measured; not where a measured step waits for others.
+        measures_all: whether all steps can be waited for, as any may turn out to be the last.
     """
 
     def __init__(
@@ -176,6 +177,7 @@ class TrainingLoop:
         activity: Activity | None = None,
         stopping: StopAgreement | None = None,
         measures_few: bool = True,
+        measures_all: bool = False,
     ) -> None:
         self._backend = backend
         self._state = state
@@ -187,7 +189,7 @@ class TrainingLoop:
         self._until_epoch = until_epoch if self._varies else None
         self._measured = measured
         few = total_steps - state.scalars.step <= FEW_STEPS
-        self._always_measures = few and measures_few
+        self._always_measures = measures_all or (few and measures_few)
         self._activity = activity or Activity()
         self._stopping = stopping
         self._first = state.scalars.step + 1

@@ -28,6 +28,7 @@ from hvdtrain.training.loop.loop import (
     MEASURED,
     STOPS,
     Actions,
+    Outcome,
     Plan,
     StepEnd,
     TrainingLoop,
@@ -92,6 +93,9 @@ class StandardTraining:
             averaged_weights=rule.averaged_weights,
         )
         self._ends_on_nan = self._callbacks is not None and self._callbacks.needs.ends_on_nan
+        waits = backend.capabilities.asynchronous or rule.waits_when_measured
+        # Any step may be made the last one, which is checked and logged, by a callback that acts after batches.
+        self._stops_after_batches = self._callbacks is not None and self._callbacks.needs.weights and not waits
         self._plan = plan
         self._activity = activity_of_rank()
         begin_best(plan.best, scalars, factory.metric_names(), validated=validation is not None)
@@ -123,7 +127,8 @@ class StandardTraining:
             until_epoch=plan.until_epoch,
             activity=self._activity,
             stopping=stopping,
-            measures_few=not (backend.capabilities.asynchronous or rule.waits_when_measured),
+            measures_few=not waits,
+            measures_all=self._stops_after_batches,
         )
         self._stopping = stopping
         self._desync = DesyncCheck(
@@ -241,13 +246,18 @@ class StandardTraining:
         self._monitor.note(step.result.totals, step.result.here)
         self._observers.on_progress(step.number)
 
-    def _show_batch(self, step: StepEnd) -> None:
+    def _show_batch(self, step: StepEnd) -> Outcome | None:
         assert self._callbacks is not None, "added only where there are callbacks"
         if self._callbacks.needs.weights:
             self._state.average_statistics(self._backend, self._rule.trainers)
         self._step.show_metrics()
         with self._rule.shown_weights():
             self._callbacks.end_step(step, self._step.results_of_step)
+        if not self._stops_after_batches or step.measured or step.ends_epoch:
+            return None  # the callbacks agree later
+        outcome = self._callbacks.agree(step)
+        step.measured = outcome is Outcome.STOP  # checked and logged, as the last step
+        return outcome
 
     def _check_and_log(self, step: StepEnd) -> None:
         """Handle non-finite values, and log the step."""

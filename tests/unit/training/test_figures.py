@@ -281,10 +281,10 @@ class StopAt(keras.callbacks.Callback):
 def test_an_epoch_that_a_callback_cuts_short_has_figures():
     model = one_output()
     model.compile(keras.optimizers.SGD(0.1), "categorical_crossentropy", metrics=["accuracy"])
-    options = {"batch_size": 16, "epochs": 3, "shuffle": False, "verbose": 0, "validation_data": (X[:9], ONE_HOT[:9])}
+    options = {"batch_size": 16, "epochs": 9, "shuffle": False, "verbose": 0, "validation_data": (X[:9], ONE_HOT[:9])}
     expected = model.fit(X, ONE_HOT, callbacks=[StopAt(1)], **options)
     trainer = Trainer(one_output(), keras.optimizers.SGD(0.1), "categorical_crossentropy", ["accuracy"])
-    found = trainer.fit(X, ONE_HOT, callbacks=[StopAt(1)], log_every=1, **options)
+    found = trainer.fit(X, ONE_HOT, callbacks=[StopAt(1)], **options)
     assert (found.steps, found.epoch) == (2, [0])
     assert_same(found.history, expected.history)
     assert found.train_loss == found.history["loss"][0]
