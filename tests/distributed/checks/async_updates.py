@@ -497,27 +497,37 @@ def check_asynchronous_updates_are_those_of_a_simulation(world: World) -> None:
 @worlds("mpirun-2", extended=True)
 @exact_arrays()
 def check_copies_wait_where_they_have_no_samples(world: World) -> None:
-    """Of a step's two slices one is empty: copies that never meet have trained on the others alone."""
-
-    def decaying(rate: float) -> Any:
-        return keras.optimizers.AdamW(rate, weight_decay=0.1)
-
+    """Of a step's two slices one is empty: copies that never meet have trained on the others alone, or not at all."""
     build, data = MODELS["wide"]
     x, y = (each[:1] for each in data("float64"))
-    trainer = hvdtrain.Trainer(
-        build("float64", 0), decaying(0.01), CROSS_ENTROPY, backend=world.backend, update="gossip", local_steps=1000
-    )
-    slices = trainer.fit((x, y), batch=2, epochs=6, shuffle=False, verbose=False).slices
-    assert sum(slices) == 6, slices
-    copies = []
-    for taken in slices:
+
+    def decaying(rate: float, *, averages: bool) -> Any:
+        return keras.optimizers.AdamW(rate, weight_decay=0.1, use_ema=averages, ema_momentum=0.5)
+
+    def copy_of(taken: int, *, averages: bool) -> list[np.ndarray]:
         model = build("float64", 0)
-        # A slice of 1 sample, where the step's have 1 / 2 on average.
-        rule, batches = decaying(0.01 * world.size), [(x, y)] * taken
-        copies.append(plain_training(model, rule, per_sample, batches) if taken else model.get_weights())
-    expected = [np.mean(weights, axis=0) for weights in zip(*copies, strict=True)]
-    error = relative_error(trainer.model.get_weights(), expected)
-    assert error <= 1e-9, f"{slices}: {error:.2e}"
+        if taken:
+            # A slice of 1 sample, where the step's have 1 / 2 on average.
+            rule = decaying(0.01 * world.size, averages=averages)
+            plain_training(model, rule, per_sample, [(x, y)] * taken)
+            rule.finalize_variable_values(model.trainable_variables)
+        return model.get_weights()
+
+    for epochs, averages in ((6, False), (1, True)):
+        trainer = hvdtrain.Trainer(
+            build("float64", 0),
+            decaying(0.01, averages=averages),
+            CROSS_ENTROPY,
+            backend=world.backend,
+            update="gossip",
+            local_steps=1000,
+        )
+        slices = trainer.fit((x, y), batch=2, epochs=epochs, shuffle=False, verbose=False).slices
+        assert sum(slices) == epochs, slices
+        copies = [copy_of(taken, averages=averages) for taken in slices]
+        expected = [np.mean(weights, axis=0) for weights in zip(*copies, strict=True)]
+        error = relative_error(trainer.model.get_weights(), expected)
+        assert error <= 1e-9, f"{slices}: {error:.2e}"
 
 
 @worlds("mpirun-2", "mpirun-4", extended=True)

@@ -134,6 +134,14 @@ class Masters:
         for path, master in self.held.items():
             master.assign(self._variables[path])
 
+    def begin_averages(self) -> None:
+        """Set averages of weights, which begin as zeros, to the masters: a copy without samples never moves them."""
+        inner = innermost(self._optimizer)
+        for path, master in self.held.items() if inner.use_ema else ():
+            average = average_of(inner, self.by_path[path])
+            if average is not None:
+                average.assign(master)
+
     def give(self) -> None:
         """Set the model's weights to the masters. Collective where these are divided."""
         held = self.held

@@ -285,6 +285,8 @@ class AsyncUpdate(UpdateRule):
             session.link.threads.append(self._server.stop)
             self._messages.check = self._check
             self._copy_to_masters()
+            if not self._step:
+                self._masters.begin_averages()
             if self._layouts:
                 self._prepare(self._connection, self._server)
             self._server.begin(self._step)
