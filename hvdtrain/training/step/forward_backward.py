@@ -40,7 +40,7 @@ from hvdtrain.training.step.loss_terms import (
     has_one_divisor,
 )
 from hvdtrain.training.step.patches import active, offset_seeds, replaced
-from hvdtrain.training.step.placeholder import counted, restored_if_empty, updated_statistics
+from hvdtrain.training.step.placeholder import counted, kept_statistics, updated_statistics
 
 
 def report_loss(model: Any, batch: Batch, loss: tf.Tensor, logs: StepLogs) -> None:
@@ -125,7 +125,7 @@ class ForwardBackward:
         statistics = updated_statistics(model, but=self._synchronized)
         # Around both passes: both communicate, and --recompute calls layers in the second.
         with (
-            restored_if_empty(statistics, batch.has_samples, shared=True),
+            kept_statistics(statistics, batch, synchronized=self._synchronized, shared=True),
             self._logs.counting(batch.has_samples),
             replicas_of(self._synchronized, self._backend, batch.has_samples),
             samples_of(self._exchanging, batch.has_samples),

@@ -31,7 +31,7 @@ from hvdtrain.training.step.finite import zero_if_finite
 from hvdtrain.training.step.logs import StepLogs
 from hvdtrain.training.step.loss_terms import MEANS, Kinds, LossTerms, trained_ids
 from hvdtrain.training.step.patches import offset_seeds, replaced
-from hvdtrain.training.step.placeholder import restored_if_empty, updated_statistics
+from hvdtrain.training.step.placeholder import kept_statistics, updated_statistics
 from hvdtrain.training.step.train_step import ReplicaStep
 from hvdtrain.training.step.whole_batch import (
     FetchNotes,
@@ -209,7 +209,7 @@ class OptimizersStep(ReplicaStep):
         """Call the model's `train_step`; there is no guard."""
         model, exchange = self._state.model, self._exchange
         if self._whole_batch:
-            with restored_if_empty(units_statistics(model), batch.has_samples):
+            with kept_statistics(units_statistics(model), batch, synchronized=sync_layers(model)):
                 watched = self._taken_of_batch(batch, measure=measure)
             totals = self._totals(batch, watched, number_of_samples(batch))
             return totals, exchange.norm() if measure else None, None
@@ -273,11 +273,11 @@ def take_step(
 
     Raises ConfigError if it trains nothing, or returns invalid results.
     """
-    still = [*updated_statistics(model), *logs.variables()]
     with (
         exchange.exchanging(samples, measure=measure),
         logs.recording(),
-        restored_if_empty(still, batch.has_samples),
+        logs.counting(batch.has_samples),
+        kept_statistics(updated_statistics(model), batch),
     ):
         returned = take_train_step(model, batch)
     if not exchange.used:

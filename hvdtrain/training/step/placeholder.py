@@ -11,6 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.compat.keras import flatten_layers
+from hvdtrain.data.batch import Batch
 from hvdtrain.gradients.reduction import Gradient
 from hvdtrain.state.structure import statistics_of
 
@@ -39,6 +40,29 @@ def restored_if_empty(
     yield
     for variable, value in zip(variables, before, strict=True):
         variable.assign(tf.where(_any(has_samples), variable.read_value(), value))
+
+
+@contextmanager
+def kept_statistics(
+    statistics: Collection[tf.Variable],
+    batch: Batch,
+    *,
+    synchronized: Collection[Any] = (),
+    shared: bool = False,
+) -> Iterator[None]:
+    """Restore `statistics` on a replica without samples, and those of `synchronized` layers if no replica has any.
+
+    A batch whose samples a filter has all taken has no mean: in Keras BatchNormalization's averages become NaN, and
+    stay so.
+    """
+    total = batch.global_samples
+    anywhere = tf.cast(total > 0, tf.float32) if tf.is_tensor(total) else 1.0
+    here = batch.has_samples
+    if tf.is_tensor(anywhere):
+        here = tf.cast(here, tf.float32) * anywhere
+    of_all = [variable for layer in synchronized for variable in statistics_of(layer)]
+    with restored_if_empty(statistics, here, shared=shared), restored_if_empty(of_all, anywhere, shared=shared):
+        yield
 
 
 def updated_statistics(model: Any, *, but: Collection[Any] = ()) -> list[tf.Variable]:

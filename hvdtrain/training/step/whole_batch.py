@@ -33,7 +33,7 @@ from hvdtrain.training.step.finite import zero_if_finite
 from hvdtrain.training.step.forward_backward import AppliedGradients, called_as
 from hvdtrain.training.step.logs import StepLogs
 from hvdtrain.training.step.own_code import has_own_code
-from hvdtrain.training.step.placeholder import restored_if_empty
+from hvdtrain.training.step.placeholder import kept_statistics
 
 
 def sees_whole_batch(backend: Backend, model: Any, options: StepOptions) -> bool:
@@ -227,7 +227,7 @@ class WholeBatchPass:
         )
         samples = number_of_samples(batch)
         with (
-            restored_if_empty(self._statistics, batch.has_samples),
+            kept_statistics(self._statistics, batch, synchronized=self._synchronized),
             replicas_of(self._synchronized, self._backend, batch.has_samples),
             fused_normalization(self._fusible),
             self._parameters.passes(1.0) as passes,  # a rank without samples has its part of what is whole

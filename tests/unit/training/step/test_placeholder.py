@@ -13,6 +13,7 @@ from hvdtrain.training.step.finite import zero_if_finite
 from hvdtrain.training.step.forward_backward import ForwardBackward
 from hvdtrain.training.step.logs import StepLogs
 from hvdtrain.training.step.placeholder import counted
+from hvdtrain.training.trainer import Trainer
 from tests.distributed.world import grappler
 from tests.extended import mostly_extended
 
@@ -38,12 +39,12 @@ def model():
     return made
 
 
-def passes(inputs, has_samples, *, jit=False):
+def passes(inputs, has_samples, *, jit=False, total=8):
     """Return what one forward and backward pass comes to, and the model."""
     built = model()
     state, backend = TrainState(built, built.optimizer, 0), SingleBackend(None)
     both = ForwardBackward(backend, state, StepLogs(backend, built, "train_step"), jit=jit)
-    batch = Batch(inputs, tf.zeros([len(inputs), 3]), None, has_samples, 8)
+    batch = Batch(inputs, tf.zeros([len(inputs), 3]), None, has_samples, total)
     local = tf.function(both, autograph=False)(batch)
     return local, built
 
@@ -131,3 +132,16 @@ def test_no_optimizer_of_graphs_takes_zero_times_a_sum_for_zero(jit, bad):
     assert np.isnan(float(poison(tf.constant(x))))
     weights.assign(tf.fill([4, 3], bad))
     assert np.isnan(float(poison(tf.ones([5, 4]))))
+
+
+@pytest.mark.usefixtures("session")
+def test_a_batch_without_samples_anywhere_keeps_statistics():
+    """Keras' own become NaN, and stay so."""
+    trained, x, y = model(), np.ones((8, 2), "float32"), np.ones((8, 3), "float32")
+    data = tf.data.Dataset.from_tensor_slices((x, y, np.arange(8) < 4)).batch(4)
+    data = data.map(lambda x, y, kept: (tf.boolean_mask(x, kept), tf.boolean_mask(y, kept)))
+    Trainer(trained).fit(data, verbose=False)
+    counter, normalization = trained.layers[1:3]
+    np.testing.assert_allclose(normalization.moving_mean, 0.5 * np.ones(2))
+    np.testing.assert_allclose(normalization.moving_variance, 0.5 * np.ones(2))
+    assert float(counter.calls) == 1.0
