@@ -134,7 +134,12 @@ class Facts:
     several_optimizers: str | None = fact(
         "an optimizer of several optimizers",
         "{}, which takes the gradients of all variables at once",
-        excludes("update=async|hybrid", why="each server updates its own variables"),
+        excludes("update=async|gossip|easgd|hybrid", why="each server updates its own variables, at a rate of its own"),
+        excludes(
+            "outer_optimizer=slowmo",
+            why="it divides by one learning rate",
+            instead=f"use {opt('outer_optimizer', 'diloco')}",
+        ),
     )
     """An optimizer with others for groups of variables."""
 

@@ -134,7 +134,11 @@ class LocalUpdate(UpdateRule):
         inner = innermost(self.optimizer)
         if inner.use_ema:
             tf.cond(tf.equal(inner.iterations, 0), partial(self._begin_averages, inner), lambda: tf.constant(False))
-        step_counter(inner).assign_add(1)
+        for each in (
+            inner,
+            *getattr(inner, "optimizers", ()),
+        ):  # of an optimizer of several, whose schedules go on, too
+            step_counter(each).assign_add(1)
         return tf.constant(False)
 
     def _begin_averages(self, optimizer: Any) -> tf.Tensor:

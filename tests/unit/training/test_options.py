@@ -170,12 +170,23 @@ def test_what_cannot_work_is_refused(options, said):
 
 
 @pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="this Keras has no MultiOptimizer")
-def test_an_optimizer_of_several_is_refused_on_servers():
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"update": rule}, f"does not go with update='{rule}'") for rule in ("async", "gossip", "easgd", "hybrid")]
+    + [
+        (
+            {"local_steps": 2, "outer_optimizer": "slowmo"},
+            "it divides by one learning rate. Use outer_optimizer='diloco'",
+        )
+    ],
+)
+def test_an_optimizer_of_several_is_refused_on_servers_and_by_slowmo(options, said):
     optimizers = keras.optimizers
     several = optimizers.MultiOptimizer(optimizers.OptimizerMap(optimizers.Adam(), {".*/bias": optimizers.SGD()}))
-    said = "MultiOptimizer, which takes the gradients of all variables at once, does not go with update='async'"
-    with pytest.raises(ConfigError, match=said):
-        trainer(update="async", optimizer=several)
+    with pytest.raises(
+        ConfigError, match=f"MultiOptimizer, which takes the gradients of all variables at once, .*{said}"
+    ):
+        trainer(**options, optimizer=several)
 
 
 @pytest.mark.parametrize(

@@ -113,3 +113,13 @@ def test_an_average_of_weights_begins_at_them_without_samples_too():
     step(tf.constant(1.0))
     for average, old, new in zip(averages, before, model.trainable_variables, strict=True):
         np.testing.assert_allclose(average, 0.5 * old + 0.5 * np.array(new))
+
+
+@pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="this Keras has no MultiOptimizer")
+def test_schedules_of_several_optimizers_go_on_without_samples():
+    kinds = keras.optimizers
+    several = kinds.MultiOptimizer(kinds.OptimizerMap(kinds.Adam(), {".*/bias": kinds.SGD()}))
+    _, step = stepping(several)
+    for samples in (1.0, 0.0, 1.0):
+        step(tf.constant(samples))
+    assert [int(each.iterations) for each in (several, *several.optimizers)] == [3, 3, 3]
