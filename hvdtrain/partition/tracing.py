@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -47,14 +48,22 @@ def traced(partition: Partition, *, sums: Collection[tf.Variable] = ()) -> Itera
     def make(original: Callable[..., Any], graph: Any, op_type: str, inputs: Any, *args: Any, **options: Any) -> Any:
         if partition.is_plain:
             return original(graph, op_type, inputs, *args, **options)
-        return _made(partition, partial(original, graph), op_type, inputs=list(inputs), args=args, options=options)
+        # A branch or a loop takes whole tensors, of which its operations are made, rather than the rows outside of it.
+        taken = [each if getattr(each, "graph", graph) is graph else graph.capture(each) for each in inputs]
+        return _made(partition, partial(original, graph), op_type, inputs=taken, args=args, options=options)
 
     def capture(original: Callable[..., Any], graph: Any, tensor: Any, *args: Any, **options: Any) -> Any:
         if partition.is_plain or not partition.knows([tensor]) or getattr(tensor, "graph", None) is graph:
             return original(graph, tensor, *args, **options)
         kind = partition.kind(tensor)
-        if tensor.dtype == tf.resource or isinstance(kind, Opaque | Sizes):
+        if tensor.dtype == tf.resource or isinstance(kind, Opaque):
             return partition.mark(original(graph, tensor, *args, **options), kind)
+        if isinstance(kind, Sizes):
+            # Inside, all tensors are whole: nothing has this rank's rows, whatever its shape.
+            inner = replace(
+                kind, local=False, entries=tuple(each if isinstance(each, int) else None for each in kind.entries)
+            )
+            return partition.mark(original(graph, partition.whole(tensor), *args, **options), inner)
         partition.cause = "a branch or a loop"
         return original(graph, partition.whole(tensor), *args, **options)
 

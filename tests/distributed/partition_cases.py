@@ -314,6 +314,24 @@ CASES: list[Case] = [
     Case(
         lambda x: tf.while_loop(lambda i, s: i < 3, lambda i, s: (i + 1, s * 1.5), (0, tf.reduce_sum(x, 0)))[1], order=1
     ),
+    *[
+        Case(function, gathers=True, order=1)
+        for function in (
+            lambda x: tf.cond(tf.reduce_sum(x) > 0, lambda: tf.reduce_sum(x), lambda: 2.0 * tf.reduce_sum(x * x)),
+            lambda x: tf.cond(tf.reduce_sum(x) > 0, lambda: x / tf.reduce_sum(x, 0), lambda: x * tf.reduce_mean(x, 0)),
+            lambda x: tf.cond(tf.shape(x)[0] > 3, lambda: tf.reshape(x, [tf.shape(x)[0], 2, 2])[0], lambda: x[:2, :2]),
+            lambda x: tf.cond(
+                tf.size(x) > 3,
+                lambda: tf.tensordot(x, tf.ones((4, 4), x.dtype), 1),
+                lambda: tf.tile(tf.ones((1, 4), x.dtype), [tf.shape(x)[0], 1]) * x,
+            ),
+            lambda x: tf.while_loop(
+                lambda i, s: i < 3, lambda i, s: (i + 1, s + tf.reduce_max(x, 0) * tf.reduce_mean(s)), (0, x)
+            )[1],
+            lambda x: tf.while_loop(lambda i, s: i < 3, lambda i, s: (i + 1, s + tf.reduce_sum(x)), (0, 1.0 * x))[1],
+            lambda x: tf.map_fn(lambda row: tf.reduce_sum(row * x), x),
+        )
+    ],
     # Random numbers
     Case(lambda x: x * tf.random.stateless_normal(tf.shape(x), [1, 2], dtype=tf.float64)),
     Case(lambda x: x * tf.cast(tf.random.stateless_normal(tf.shape(x), [1, 2]), x.dtype)),
