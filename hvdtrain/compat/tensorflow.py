@@ -1,9 +1,10 @@
 """Private names of TensorFlow, imported only where a function needs it."""
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 from hvdtrain.compat import unlike
@@ -445,6 +446,59 @@ def recorded(forward: Callable[[], Any], tensor: Any, back: Callable[[Any], Any]
         # Of rows that were looked up, gradients are IndexedSlices.
         record.record_operation("Conversion", [value], [tensor], lambda slope: [back(tf.convert_to_tensor(slope))])
     return value
+
+
+@contextmanager
+def shapes_read_as(look: Callable[[Any, Any, FrameType], Any]) -> Iterator[None]:
+    """Let `look(tensor, shape, frame)` stand for the shapes that frames read of a graph's tensors, in this thread.
+
+    Assumes that `Tensor.shape` is a property of Python.
+    """
+    import tensorflow as tf
+
+    shape: Any = active(tf.Tensor, "shape")
+    read: Any = property(lambda tensor: look(tensor, shape.__get__(tensor), sys._getframe(2)))
+    with (
+        replaced(tf.Tensor, "shape", read),
+        replaced(tf.Tensor, "get_shape", lambda tensor: look(tensor, shape.__get__(tensor), sys._getframe(1))),
+    ):
+        yield
+
+
+@contextmanager
+def assertions_without_branches() -> Iterator[None]:
+    """Let `tf.Assert` check without a branch inside the context, in this thread.
+
+    Assumes the module whose `cond` it calls by the name `AssertGuard`, with the check as the second branch.
+    """
+    from tensorflow.python.ops import cond as module
+
+    branch = active(module, "cond")
+
+    def take(pred: Any, true_fn: Any = None, false_fn: Any = None, *args: Any, name: Any = None, **options: Any) -> Any:
+        if name == "AssertGuard":
+            return SimpleNamespace(op=false_fn())
+        return branch(pred, true_fn, false_fn, *args, name=name, **options)
+
+    with replaced(module, "cond", take):
+        yield
+
+
+def record_gradient_of(op: Any) -> Any:
+    """Return an operation that tapes record here, rather than in the generated function of its kind.
+
+    Assumes `record.record_operation`, and `ops.get_gradient_function`, which knows what gradients are registered.
+    """
+    from tensorflow.python.eager import record
+    from tensorflow.python.framework import ops
+
+    def back(*slopes: Any) -> Any:
+        gradient = ops.get_gradient_function(op)
+        found = [None] * len(op.inputs) if gradient is None else gradient(op, *slopes)
+        return list(found) if isinstance(found, list | tuple) else [found]
+
+    record.record_operation(op.type, list(op.outputs), list(op.inputs), back)
+    return op
 
 
 @contextmanager

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 
 import tensorflow as tf
 
+from hvdtrain.compat.tensorflow import record_gradient_of
 from hvdtrain.partition.kinds import Count, Rows
-from hvdtrain.partition.rules import Call, Made, Outputs, whole
+from hvdtrain.partition.rules import Call, Finished, Made, Outputs, whole
 from hvdtrain.partition.sizes import values_of
 
 _ELEMENTS: Mapping[str, Mapping[tf.DType, int]] = {
@@ -21,17 +22,17 @@ _ELEMENTS: Mapping[str, Mapping[tf.DType, int]] = {
 """Elements that a counter gives. Others, such as truncated normals, take a number of counters that depends on them."""
 
 
-def draw(call: Call) -> "Made | Outputs":
+def draw(call: Call) -> "Made | Outputs | Finished":
     """Draw this rank's rows where a shape counts those of the batch, else everything on every rank."""
     p = call.partition
     wanted = values_of(p, call.inputs[0])
-    if wanted is None or wanted.counts != [0]:
+    entry = wanted.entries[0] if wanted is not None and wanted.counts == [0] else None
+    if wanted is None or not isinstance(entry, Count) or len(entry.per) != 1:
         return whole(call)
     dtype = tf.as_dtype(call.attrs["dtype"].type)
-    each = _ELEMENTS.get(call.type, {}).get(dtype)
-    entry = wanted.entries[0]
-    if each is None or not isinstance(entry, Count) or len(entry.per) != 1:
-        return whole(call)
+    each, like = _ELEMENTS.get(call.type, {}).get(dtype), Rows(0, entry.per)
+    if each is None:
+        return Finished(whole(call)[0], lambda op: [p.rows(record_gradient_of(op).outputs[0], like)])
     with p.plain():
         shape, key, counter, alg, *bounds = call.inputs
         inner = tf.reduce_prod(tf.cast(shape[1:], tf.int64))
@@ -51,7 +52,7 @@ def draw(call: Call) -> "Made | Outputs":
         value = tf.reshape(flat[begun:], p.local_shape(shape))
         static = [None, *(size if isinstance(size, int) else None for size in wanted.entries[1:])]
         value.set_shape(static)
-    return Outputs([value], [Rows(0, entry.per)])
+    return Outputs([value], [like])
 
 
 _MAKERS = {

@@ -3,7 +3,6 @@
 A conversion changes no true value, so its gradient is the identity: tapes need not know of ranks.
 """
 
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.partition.kinds import OPAQUE, Kind, Opaque, Part, Per, Reduction, Rows, Sizes, Slice
 from hvdtrain.runtime.compiled import numbered
 from hvdtrain.runtime.guarded import guarded
+from hvdtrain.runtime.users_frames import is_users, users_line
 
 
 class Fetch(NamedTuple):
@@ -59,6 +59,8 @@ class Partition:
         self.fetches: list[Fetch] = []
         self.cause = ""
         """What conversions are for, in `fetches`."""
+        self.unknown = ""
+        """Line of the user's code that read an unknown number of rows, last."""
         self._kinds: dict[int, tuple[Any, Kind]] = {}
         self._converted: dict[tuple[int, str, int], tuple[tf.Tensor, tf.Tensor]] = {}
         """By the identity of a tensor, which is kept for that."""
@@ -110,6 +112,17 @@ class Partition:
             yield
         finally:
             self._plain -= 1
+
+    def read_shape(self, tensor: tf.Tensor, shape: tf.TensorShape, frame: Any) -> tf.TensorShape:
+        """Return the shape that a frame reads of a tensor: the user's that of the whole batch, if it is known."""
+        kind = self.kind(tensor)
+        if not isinstance(kind, Rows) or shape.rank is None or not is_users(frame):
+            return shape
+        length = self.length(kind.per)
+        if isinstance(length, int):
+            return tf.TensorShape([length if dim == kind.dim else size for dim, size in enumerate(shape)])
+        self.unknown = users_line()
+        return shape
 
     # Conversions
 
@@ -179,19 +192,19 @@ class Partition:
 
     def opened(self, tensor: tf.Tensor) -> tf.Tensor:
         """Return this rank's rows as the input of a unit."""
-        return self._convert(
-            tensor, lambda: tf.identity(tensor), OPAQUE, lambda gradient: self._as(gradient, self.kind(tensor))
-        )
-
-    def closed(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Return an output of a unit as this rank's rows."""
+        like = self.kind(tensor)
 
         def back(gradient: tf.Tensor) -> tf.Tensor:
-            given = self.rows(gradient, Rows())
-            with self.plain():
-                return self.mark(tf.identity(given), OPAQUE)
+            is_inside = isinstance(like, Rows) and isinstance(self.kind(gradient), Opaque)
+            return self.closed(gradient, like) if is_inside else gradient  # type: ignore[arg-type]
 
-        return self._convert(tensor, lambda: tf.identity(tensor), Rows(), back)
+        return self._convert(tensor, lambda: tf.identity(tensor), OPAQUE, back)
+
+    def closed(self, tensor: tf.Tensor, like: Rows) -> tf.Tensor:
+        """Return an output of a unit as this rank's rows."""
+        return self._convert(
+            tensor, lambda: tf.identity(tensor), like, lambda gradient: self.opened(self.rows(gradient, like))
+        )
 
     def share(self, dtype: tf.DType) -> tf.Tensor:
         """Return this rank's part of the samples."""
@@ -304,13 +317,6 @@ class Partition:
         value = tf.ensure_shape(value, tensor.shape)
         return tf.cast(value, tf.bool) if is_bool else value
 
-    def _as(self, gradient: tf.Tensor, kind: Kind) -> tf.Tensor:
-        """Note the kind of a gradient that came out of a unit."""
-        if isinstance(self.kind(gradient), Opaque):
-            with self.plain():
-                return self.mark(tf.identity(gradient), kind)
-        return gradient
-
     def _convert(
         self,
         tensor: tf.Tensor,
@@ -348,23 +354,6 @@ def spelled(vector: tf.Tensor, known: Sizes) -> list[tf.Tensor]:
 def unfolded(first: bool) -> tf.Tensor:
     """Return 1.0 or 0.0 as a tensor that is not folded in the graph that is being traced."""
     return guarded(tf.constant(float(first)))
-
-
-def users_line() -> str:
-    """Return the innermost line outside of Keras, TensorFlow and this package that is being called."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        is_made = "__autograph_generated" in frame.f_code.co_filename
-        if not is_made and module.split(".")[0] not in _NOT_USERS:
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
-    return ""
-
-
-_NOT_USERS = ("hvdtrain", "keras", "tensorflow", "contextlib", "optree", "numpy")
 
 
 def _times(tensor: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:

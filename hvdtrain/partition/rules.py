@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
 
+from hvdtrain.compat.tensorflow import record_gradient_of
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.partition.kinds import OPAQUE, SLICE, Kind, Opaque, Part, Reduction, Rows, Sizes, Slice
 from hvdtrain.partition.partition import Partition, spelled
@@ -21,6 +22,13 @@ class Outputs(NamedTuple):
 
     tensors: list[tf.Tensor]
     kinds: list[Kind]
+
+
+class Finished(NamedTuple):
+    """An operation of which others make the outputs, once it is made."""
+
+    inputs: list[Any]
+    outputs: Callable[[Any], list[tf.Tensor]]
 
 
 class Call(NamedTuple):
@@ -43,7 +51,7 @@ class Call(NamedTuple):
 
 
 Made: TypeAlias = tuple[list[Any], Sequence[Kind]]
-Rule: TypeAlias = Callable[[Call], "Made | Outputs"]
+Rule: TypeAlias = Callable[[Call], "Made | Outputs | Finished"]
 
 
 def whole(call: Call) -> Made:
@@ -52,8 +60,16 @@ def whole(call: Call) -> Made:
 
 
 def local(call: Call) -> Made:
-    """Make an operation of what this rank has, such as a check of its rows."""
+    """Make an operation of what this rank has."""
     return call.inputs, []
+
+
+def assertion(call: Call) -> Made:
+    """Check this rank's rows: all samples are right where those of each rank are."""
+    pairs = zip(call.inputs, call.kinds, strict=True)
+    return [
+        each if isinstance(kind, Rows) or kind == Part("min") else call.partition.whole(each) for each, kind in pairs
+    ], []
 
 
 def opaque(call: Call) -> Made:
@@ -85,6 +101,28 @@ def of_slices(call: Call) -> Made:
     if call.type not in _OF_SLICES or any(each.shape.rank != 0 for each in inputs if p.kind(each) is None):
         p.whole(slices[0])
     return inputs, [SLICE]
+
+
+def unit(rule: Rule) -> Rule:
+    """Return the rule of operations whose gradients are computed by operations that need no look, either."""
+
+    def apart(call: Call) -> "Made | Outputs | Finished":
+        p, made = call.partition, rule(call)
+        if isinstance(made, Outputs | Finished) or not any(isinstance(kind, Rows) for kind in made[1]):
+            return made
+        inputs, kinds = made
+        if any(not isinstance(p.kind(each), Rows) and not each.dtype.is_integer for each in inputs):
+            return made  # the others have gradients, which are no rows
+
+        def closed(op: Any) -> list[tf.Tensor]:
+            for output in op.outputs:
+                p.mark(output, OPAQUE)
+            record_gradient_of(op)
+            return [p.closed(each, kind) for each, kind in zip(op.outputs, kinds, strict=False)]  # type: ignore[arg-type]
+
+        return Finished([p.opened(each) if isinstance(p.kind(each), Rows) else each for each in inputs], closed)
+
+    return apart
 
 
 def linear_parts(call: Call) -> list[int]:
@@ -177,15 +215,17 @@ def cast(call: Call) -> Made:
     return linear(call) if keeps or to == given else elementwise(call)
 
 
-def bitcast(call: Call) -> Made:
-    """Read bits as another type, of the same size."""
-    to = tf.as_dtype(call.attrs["type"].type)
-    return elementwise(call) if to.size == call.inputs[0].dtype.size else whole(call)
-
-
 def unchanged(call: Call) -> Made:
     """Pass tensors on as they are held, each by itself."""
     return call.inputs, [call.partition.kind(each) for each in call.inputs]
+
+
+def ensure_shape(call: Call) -> Made:
+    """Check a shape, unless it names the number of rows."""
+    kind = call.kinds[0]
+    wanted = tf.TensorShape(call.attrs["shape"].shape)
+    named = isinstance(kind, Rows) and wanted.rank is not None and wanted[kind.dim] is not None
+    return whole(call) if named else unchanged(call)
 
 
 def ones(call: Call) -> "Made | Outputs":

@@ -153,7 +153,29 @@ def _largest(one: Entry, other: Entry) -> Entry:
     for count, bound in ((one, other), (other, one)):
         if isinstance(count, Count) and isinstance(bound, int) and bound <= 1:
             return count
+    if isinstance(one, Count) and isinstance(other, Count):
+        return one if _same_count(one, other) else None
     return _numbers(max)(one, other)
+
+
+def _broadcast(partition: Partition, inputs: Sequence[Any], attrs: Mapping[str, Any]) -> Sizes | None:
+    found = _each(partition, inputs)
+    if found is None or any(each.scalar or each.width for each in found):
+        return None
+    rank = max(len(each.entries) for each in found)
+    one, other = ((*[1] * (rank - len(each.entries)), *each.entries) for each in found)
+    return Sizes(tuple(_largest(a, b) for a, b in zip(one, other, strict=True)))
+
+
+def _padded(partition: Partition, inputs: Sequence[Any], attrs: Mapping[str, Any]) -> Sizes | None:
+    found, widths = values_of(partition, inputs[0]), values_of(partition, inputs[1])
+    filled = static(partition, inputs[2]) if len(inputs) > 2 else [0]
+    if found is None or found.width or widths is None or filled is None:
+        return None
+    before, behind = widths.entries
+    if not isinstance(before, int) or not isinstance(behind, int):
+        return None
+    return Sizes((*filled * before, *found.entries, *filled * behind))
 
 
 def _packed(partition: Partition, inputs: Sequence[Any], attrs: Mapping[str, Any]) -> Sizes | None:
@@ -321,6 +343,8 @@ _RULES: Mapping[str, Callable[[Partition, Sequence[Any], Mapping[str, Any]], Siz
     **dict.fromkeys(("FloorDiv", "Div", "RealDiv"), _arithmetic(_over)),
     "FloorMod": _arithmetic(_numbers(lambda one, other: one % other if other else 0)),
     "Maximum": _arithmetic(_largest),
+    "BroadcastArgs": _broadcast,
+    **dict.fromkeys(("Pad", "PadV2"), _padded),
     "Minimum": _arithmetic(_numbers(min)),
     "Pack": _packed,
     "ConcatV2": _concatenated,

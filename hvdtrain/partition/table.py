@@ -25,6 +25,7 @@ RULES: Mapping[str, Rule] = {
         RightShift Rint Round Rsqrt RsqrtGrad Selu SeluGrad Sigmoid SigmoidGrad Sign Sin Sinh Softplus
         SoftplusGrad Softsign SoftsignGrad Sqrt SqrtGrad Square SquaredDifference Tan Tanh TanhGrad
         TruncateDiv TruncateMod Xdivy Xlog1py Xlogy Zeta
+        Bitcast Bucketize
         """,
         rules.elementwise,
     ),
@@ -34,14 +35,15 @@ RULES: Mapping[str, Rule] = {
     **_rows("Select SelectV2", rules.selection),
     **_rows("Neg Real Imag Conj", rules.linear),
     "Cast": rules.cast,
-    "Bitcast": rules.bitcast,
     **_rows("Identity IdentityN StopGradient PreventGradient Snapshot", rules.unchanged),
+    "EnsureShape": rules.ensure_shape,
     **_rows("ZerosLike OnesLike", rules.ones),
     "BiasAdd": rules.elementwise,
     # By sample
-    **_rows("Softmax LogSoftmax TopKV2 NthElement", rules.by_sample(1)),
+    **_rows("Softmax LogSoftmax NthElement", rules.by_sample(1)),
+    "TopKV2": rules.unit(rules.by_sample(1)),
     **_rows(
-        "Cholesky MatrixInverse MatrixDeterminant LogMatrixDeterminant Qr Svd SelfAdjointEigV2", rules.by_sample(2)
+        "Cholesky MatrixInverse MatrixDeterminant LogMatrixDeterminant Qr Svd SelfAdjointEigV2 Eig", rules.by_sample(2)
     ),
     **_rows("MatrixSolve MatrixTriangularSolve MatrixBandPart", rules.by_sample(2)),
     **_rows("MatrixDiagPartV3 AdjustContrastv2", rules.by_sample(2)),
@@ -55,7 +57,7 @@ RULES: Mapping[str, Rule] = {
     "Mean": rules.reduction("mean"),
     "Max": rules.reduction("max"),
     "Min": rules.reduction("min"),
-    "Prod": rules.reduction("product"),
+    "Prod": rules.unit(rules.reduction("product")),
     "Any": rules.reduction("max"),
     "All": rules.reduction("min"),
     "EuclideanNorm": slicing.along(1, drops=True),
@@ -103,7 +105,8 @@ RULES: Mapping[str, Rule] = {
     "Split": reshaping.split,
     "SplitV": reshaping.split_by_sizes,
     "Tile": reshaping.tile,
-    **_rows("Pad PadV2 MirrorPad", reshaping.pad),
+    **_rows("Pad PadV2", reshaping.pad),
+    "MirrorPad": rules.unit(reshaping.pad),
     "BroadcastTo": reshaping.broadcast_to,
     "Fill": reshaping.fill,
     "StridedSlice": slicing.strided_slice,
@@ -111,7 +114,7 @@ RULES: Mapping[str, Rule] = {
     "Slice": slicing.slice_of,
     "ConcatOffset": slicing.offsets,
     # Gathering and others
-    "GatherV2": slicing.gather,
+    "GatherV2": rules.unit(slicing.gather),
     "ResourceGather": slicing.resource_gather,
     "GatherNd": slicing.gather_nd,
     "OneHot": slicing.one_hot,
@@ -120,8 +123,10 @@ RULES: Mapping[str, Rule] = {
     "Roll": slicing.along(2),
     "BroadcastGradientArgs": slicing.gradient_axes,
     **_rows(
-        "StatelessRandomUniformV2 StatelessRandomNormalV2 StatelessRandomUniformIntV2 StatelessRandomUniformFullIntV2",
+        "StatelessRandomUniformV2 StatelessRandomNormalV2 StatelessRandomUniformIntV2 StatelessRandomUniformFullIntV2 "
+        "StatelessTruncatedNormalV2 StatelessRandomGammaV3 StatelessRandomBinomial",
         draw,
     ),
-    **_rows("Assert NoOp Rank", rules.local),
+    "Assert": rules.assertion,
+    **_rows("NoOp Rank", rules.local),
 }

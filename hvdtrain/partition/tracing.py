@@ -9,14 +9,21 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.compat.replaced import active, replaced
-from hvdtrain.compat.tensorflow import Standing, converted_function, operations_made_by
+from hvdtrain.compat.tensorflow import (
+    Standing,
+    assertions_without_branches,
+    converted_function,
+    operations_made_by,
+    shapes_read_as,
+)
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.partition.kinds import Opaque, Part, Rows, Sizes, Slice
-from hvdtrain.partition.partition import Partition, users_line
-from hvdtrain.partition.rules import Call, Outputs, of_slices, opaque, whole
+from hvdtrain.partition.partition import Partition
+from hvdtrain.partition.rules import Call, Finished, Outputs, of_slices, opaque, whole
 from hvdtrain.partition.sizes import followed, values_of
 from hvdtrain.partition.table import RULES
 from hvdtrain.partition.units import within_units
+from hvdtrain.runtime.users_frames import users_line
 
 _CALLS_PYTHON = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
 _ASSIGN = ("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp")
@@ -95,9 +102,18 @@ def traced(partition: Partition, *, sums: Collection[tf.Variable] = ()) -> Itera
         replaced(tf.GradientTape, "gradient", differentiated),
         replaced(tf.GradientTape, "__enter__", entered),
         within_units(partition),
+        assertions_without_branches(),
+        shapes_read_as(partition.read_shape),
     ):
         try:
             yield
+        except (TypeError, ValueError) as error:
+            if not partition.unknown or isinstance(error, ConfigError):
+                raise
+            raise ConfigError(
+                f"{partition.unknown} reads a number of samples that is not known while the step is traced: write "
+                f"tf.shape(x)[0] or keras.ops.shape(x)[0] in place of x.shape[0]. Without it, {error}"
+            ) from error
         finally:
             graph.get_collection_ref(_PARTITION).clear()
 
@@ -158,6 +174,9 @@ def _made(
         for output, kind in zip(made.tensors, made.kinds, strict=True):
             partition.mark(output, kind)
         return Standing(op_type, call.inputs, made.tensors, attrs)
+    if isinstance(made, Finished):
+        op = original(op_type, made.inputs, *args, **options)
+        return Standing(op_type, [], made.outputs(op), attrs)
     inputs, kinds = made
     op = original(op_type, inputs, *args, **options)
     if op_type == "Reshape":

@@ -59,7 +59,7 @@ def within_units(partition: Partition) -> Iterator[None]:
         def closed(each: Any) -> Any:
             if not isinstance(partition.kind(each), Opaque):
                 return each
-            outer, mask = partition.closed(each), mask_of(each)
+            outer, mask = partition.closed(each, Rows()), mask_of(each)
             if mask is not None:
                 set_mask(outer, closed(mask))
             return outer

@@ -32,6 +32,12 @@ def elementwise(*functions: Any, **options: Any) -> list[Case]:
     return [Case(function, **options) for function in functions]
 
 
+def checked(x: Any, assertion: Any) -> Any:
+    """Return twice a tensor, once it is checked."""
+    with tf.control_dependencies([] if assertion is None else [assertion]):
+        return 2.0 * x
+
+
 raw, math, nn = tf.raw_ops, tf.math, tf.nn
 CASES: list[Case] = [
     *elementwise(
@@ -117,7 +123,7 @@ CASES: list[Case] = [
         for function in (tf.reduce_sum, tf.reduce_mean, tf.reduce_max, tf.reduce_min)
         for axis, keeps in ((0, False), (0, True), (1, False), (-1, True), (None, False), ([0, 1], True))
     ],
-    Case(lambda x: tf.reduce_prod(x, 1), gathers=True),
+    Case(lambda x: tf.reduce_prod(x, 1)),
     Case(lambda x: tf.reduce_prod(x, 0), order=0),
     Case(lambda x: tf.cast(tf.reduce_any(x > 0, 0), x.dtype), order=0),
     Case(lambda x: tf.cast(tf.reduce_all(x > 0, 1), x.dtype) * tf.cast(tf.reduce_all(x > 0, 0)[0], x.dtype), order=0),
@@ -155,7 +161,14 @@ CASES: list[Case] = [
     Case(lambda x: tf.einsum("bi,ci->bc", x, x), gathers=True),
     Case(lambda x, w: tf.tensordot(x, w, 1), rows=((3, 4),), shared=((4, 2),)),
     # By sample
-    Case(lambda x: nn.top_k(x, 2)[0], gathers=True, order=1),
+    Case(lambda x: nn.top_k(x, 2)[0]),
+    Case(lambda x: x * tf.cast(nn.top_k(x, 2)[1], x.dtype)[:, :1]),
+    Case(
+        lambda x: tf.cast(tf.bitcast(x, tf.int64) < 0, x.dtype) + tf.cast(tf.bitcast(x, tf.uint8)[..., 1], x.dtype),
+        order=0,
+    ),
+    Case(lambda x: tf.cast(raw.Bucketize(input=x, boundaries=[-0.5, 0.5]), x.dtype) * x),
+    Case(lambda x: tf.ensure_shape(x, [None, 4]) * 2.0),
     *elementwise(nn.softmax, nn.log_softmax, lambda x: tf.cumsum(x, 1)),
     Case(lambda x: tf.cast(raw.NthElement(input=x, n=1), x.dtype), order=0),
     *[
@@ -169,6 +182,7 @@ CASES: list[Case] = [
             (tf.linalg.diag_part, 1),
             (lambda x: tf.linalg.svd(x, compute_uv=False), 0),
             (lambda x: tf.linalg.qr(x)[1], 0),
+            (lambda x: tf.sort(math.real(tf.linalg.eigvals(x)), -1), 0),
             (lambda x: tf.linalg.eigvalsh(x + tf.linalg.matrix_transpose(x)), 0),
             (lambda x: tf.linalg.solve(x + 5 * tf.eye(3, dtype=x.dtype), x), 1),
             (lambda x: tf.linalg.triangular_solve(x + 5 * tf.eye(3, dtype=x.dtype), x), 1),
@@ -206,7 +220,7 @@ CASES: list[Case] = [
             (lambda x: nn.depth_to_space(tf.concat([x, x], -1), 2), (), 1),
             (lambda x: tf.image.extract_patches(x, [1, 2, 2, 1], [1, 2, 2, 1], [1, 1, 1, 1], "VALID"), (), 0),
             (lambda x: tf.pad(x, [[0, 0], [1, 2], [0, 1], [0, 0]]), (), 2),
-            (lambda x: tf.pad(x, [[0, 0], [1, 1], [0, 1], [0, 0]], "REFLECT"), (), 0),
+            (lambda x: tf.pad(x, [[0, 0], [1, 1], [0, 1], [0, 0]], "REFLECT"), (), 2),
             (lambda x: tf.pad(x, [[0, 0], [1, 1], [0, 1], [0, 0]], constant_values=2.0), (), 1),
             (lambda x: tf.image.flip_left_right(x), (), 1),
             (lambda x: tf.roll(x, [1, 2], [1, 2]), (), 1),
@@ -274,8 +288,10 @@ CASES: list[Case] = [
             lambda x: tf.reduce_sum(tf.reshape(x, [-1, 4]), 0),
         )
     ],
-    Case(lambda x: tf.gather(x, [2, 0, 2], axis=1), rows=((3, 4),), gathers=True, order=1),
-    Case(lambda x: tf.gather(x, tf.argmax(x[:, :, 0], 1), axis=1, batch_dims=1), rows=((3, 4),), order=1),
+    Case(lambda x: tf.gather(x, [2, 0, 2], axis=1), rows=((3, 4),)),
+    Case(lambda x: tf.gather(x, [2, 0, 2], axis=0), gathers=True, order=1),
+    Case(lambda x: tf.gather(x, tf.argmax(x[:, :, 0], 1), axis=1, batch_dims=1), rows=((3, 4),)),
+    Case(lambda x: tf.transpose(tf.gather(tf.transpose(x), [0, 1])) * 2.0),
     # Batches behind one another
     Case(lambda x, y: tf.concat([x, y], 0), rows=((4,), (4,))),
     Case(lambda x, y: tf.concat([x, y], 0)[: tf.shape(x)[0]] * y, rows=((4,), (4,))),
@@ -307,7 +323,7 @@ CASES: list[Case] = [
     Case(lambda x: math.unsorted_segment_min(x, tf.argmax(x, 1), 4), order=0),
     Case(lambda x: math.unsorted_segment_prod(x, tf.argmax(x, 1), 4), order=0),
     Case(lambda x: tf.scatter_nd(tf.argmax(x, 1)[:, None], x, [4, 4])),
-    Case(lambda x: math.confusion_matrix(tf.argmax(x, 1), tf.argmin(x, 1), 4), gathers=True, order=0),
+    Case(lambda x: math.confusion_matrix(tf.argmax(x, 1), tf.argmin(x, 1), 4), order=0),
     # Loops and branches: of whole tensors
     Case(lambda x: tf.cond(tf.reduce_sum(x) > 0, lambda: x * 2.0, lambda: x * x), gathers=True, order=1),
     Case(lambda x: tf.map_fn(lambda row: row * tf.reduce_sum(row), x), gathers=True, order=1),
@@ -332,6 +348,17 @@ CASES: list[Case] = [
             lambda x: tf.map_fn(lambda row: tf.reduce_sum(row * x), x),
         )
     ],
+    # Assertions of rows
+    *[
+        Case(function, order=1)
+        for function in (
+            lambda x: checked(x, tf.debugging.assert_less(x, tf.constant(99.0, x.dtype))),
+            lambda x: checked(x, tf.debugging.assert_all_finite(x, "of a test")),
+            lambda x: checked(x, tf.debugging.assert_near(x, x + 1e-20)),
+            lambda x: checked(x, tf.debugging.assert_positive(tf.reduce_sum(x * x))),
+            lambda x: checked(x, tf.debugging.Assert(tf.reduce_any(x[:, 0] > tf.reduce_max(x[:, 0]) - 1e-9), [x])),
+        )
+    ],
     # Random numbers
     Case(lambda x: x * tf.random.stateless_normal(tf.shape(x), [1, 2], dtype=tf.float64)),
     Case(lambda x: x * tf.cast(tf.random.stateless_normal(tf.shape(x), [1, 2]), x.dtype)),
@@ -343,7 +370,19 @@ CASES: list[Case] = [
         lambda x: tf.cast(tf.random.stateless_uniform(tf.shape(x), [3, 2], None, None, tf.int64) // 3, x.dtype) + x,
         order=0,
     ),
-    Case(lambda x: x * tf.random.stateless_truncated_normal(tf.shape(x), [1, 2], dtype=tf.float64), gathers=True),
+    Case(lambda x: x * tf.random.stateless_truncated_normal(tf.shape(x), [1, 2], dtype=tf.float64)),
+    Case(lambda x: x * tf.random.stateless_gamma(tf.shape(x), [1, 2], 2.0, dtype=tf.float64)),
+    Case(
+        lambda x, a: x * tf.random.stateless_gamma(tf.shape(x), [1, 2], a**2, dtype=tf.float64),
+        shared=((4,),),
+        order=1,
+    ),
+    Case(lambda x: x * tf.cast(tf.random.stateless_binomial(tf.shape(x), [1, 2], 5.0, 0.3), x.dtype)),
+    Case(lambda x: tf.broadcast_to(x, tf.broadcast_dynamic_shape(tf.shape(x), tf.shape(x[:, :1]))) * 2.0),
+    Case(lambda x: tf.reshape(x, tf.pad(tf.shape(x), [[0, 1]], constant_values=1))),
+    Case(
+        lambda x, y: tf.broadcast_to(x[:, :1], [tf.maximum(tf.shape(x)[0], tf.shape(y)[0]), 4]) * y, rows=((4,), (4,))
+    ),
     Case(lambda x: x * tf.random.stateless_uniform([tf.shape(x)[0], 1], [1, 2], dtype=tf.float64)),
     Case(lambda x: nn.experimental.stateless_dropout(x, 0.4, [1, 2])),
 ]
@@ -362,15 +401,25 @@ def values_for(case: Case, samples: int) -> list[np.ndarray]:
 
 
 def computed(case: Case, *tensors: Any) -> list[Any]:
-    """Return the value of a case, and its derivatives along fixed directions."""
+    """Return the values of a case, and their derivatives along fixed directions."""
     with tf.GradientTape(persistent=True) as outer:
         outer.watch(tensors)
         with tf.GradientTape() as inner:
             inner.watch(tensors)
-            value = case.function(*tensors)
-            curved = tf.reduce_sum(tf.cast(value, tf.float64) ** 2) if case.order else None
-        found = inner.gradient(curved, tensors) if case.order else []
+            values = [each for each in tf.nest.flatten(case.function(*tensors)) if tf.is_tensor(each)]
+            curved = [_squares(each) for each in values if case.order and (each.dtype.is_floating or _complex(each))]
+            total = tf.add_n(curved) if curved else None
+        found = inner.gradient(total, tensors) if curved else []
         slopes = [None if each is None else tf.convert_to_tensor(each) for each in found]
         bent = [tf.reduce_sum(each**2) for each in slopes if each is not None] if case.order > 1 else []
     curvatures = outer.gradient(tf.add_n(bent), tensors) if bent else []
-    return [value, *(each for each in (*slopes, *curvatures) if each is not None)]
+    return [*values, *(each for each in (*slopes, *curvatures) if each is not None)]
+
+
+def _complex(tensor: Any) -> bool:
+    return bool(tensor.dtype.is_complex)
+
+
+def _squares(tensor: Any) -> Any:
+    parts = [math.real(tensor), math.imag(tensor)] if _complex(tensor) else [tensor]
+    return tf.add_n([tf.reduce_sum(tf.cast(each, tf.float64) ** 2) for each in parts])

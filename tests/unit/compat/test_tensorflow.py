@@ -165,6 +165,62 @@ def records_a_gradient_of_its_own():
     assert [float(each) for each in body(trace)()] == [30.0, 14.0]
 
 
+@CONTRACTS.of(compat.shapes_read_as)
+def answers_what_a_frame_reads_of_a_shape():
+    def look(tensor, shape, frame):
+        return tf.TensorShape([7]) if frame.f_code.co_name == "trace" else shape
+
+    @tf.function(autograph=False)
+    def read(x):
+        def trace():
+            return x.shape[0], x.get_shape().as_list()
+
+        with compat.shapes_read_as(look):
+            assert trace() == (7, [7])
+            assert x.shape.rank == x.get_shape().rank == 1
+            assert x.shape[0] is None
+            assert tf.ones_like(x).shape.as_list() == [None]
+        return x
+
+    read.get_concrete_function(tf.TensorSpec([None], tf.float32))
+
+
+@CONTRACTS.of(compat.assertions_without_branches)
+def asserts_without_a_branch():
+    def trace(x):
+        with compat.assertions_without_branches():
+            tf.debugging.assert_positive(x)
+            tf.Assert(x > 0.0, [x])
+        return x
+
+    graph = tf.function(trace).get_concrete_function(tf.TensorSpec([], tf.float32)).graph
+    kinds = [op.type for op in graph.get_operations()]
+    assert kinds.count("Assert") == 2
+    assert "If" not in kinds
+    with pytest.raises(tf.errors.InvalidArgumentError, match="x > 0"):
+        tf.function(trace)(-1.0)
+
+
+@CONTRACTS.of(compat.record_gradient_of)
+def records_an_operation_that_no_generated_function_made():
+    def make(original, graph, op_type, inputs, *args, **options):
+        if op_type != "TopKV2":
+            return original(graph, op_type, inputs, *args, **options)
+        op = original(graph, op_type, inputs, *args, **options)
+        compat.record_gradient_of(op)
+        return compat.Standing(op_type, [], list(op.outputs), options["attrs"])
+
+    @tf.function
+    def slopes(x):
+        with compat.operations_made_by(make, lambda original, *args, **options: original(*args, **options)):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                largest, _ = tf.math.top_k(x, 2)
+            return tape.gradient(largest, x)
+
+    assert slopes(tf.constant([3.0, 1.0, 2.0])).numpy().tolist() == [1.0, 0.0, 1.0]
+
+
 @CONTRACTS.of(compat.operations_made_by, compat.Standing)
 def looks_at_operations_as_they_are_made():
     made, captured = [], []
