@@ -2,20 +2,18 @@
 
 import traceback
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from hvdtrain.data.batch import split_bounds
-from hvdtrain.partition.kinds import Rows
-from hvdtrain.partition.partition import Partition
-from hvdtrain.partition.step import open_rows, partition_of, whole_nest
+from hvdtrain.partition.step import open_rows
 from hvdtrain.partition.table import RULES
-from hvdtrain.partition.tracing import traced
+from tests.distributed.keras_operations import OPERATIONS, OVER_BATCH
 from tests.distributed.partition_cases import CASES, Case, computed, values_for
-from tests.distributed.world import World
+from tests.distributed.world import World, computing_in
 from tests.distributed.worlds import worlds
+from tests.distributed.zoo.operations import FAILS, OnRank, kinds_on_page
 
 UNTRIED = {"NoOp", "Assert", "Rank", "ResourceGather"} | {
     "MaxPool3DGradGrad",
@@ -27,44 +25,39 @@ UNTRIED = {"NoOp", "Assert", "Rank", "ResourceGather"} | {
 
 
 def _in_one_process(case: Case, values: list[np.ndarray], met: set[str]) -> list[np.ndarray]:
-    function = tf.function(lambda *tensors: computed(case, *tensors), autograph=False)
+    rows = len(case.rows)
+    function = tf.function(
+        lambda *tensors: computed(case, *map(open_rows, tensors[:rows]), *tensors[rows:]), autograph=False
+    )
     compiled = function.get_concrete_function(*map(tf.constant, values))
     met.update(op.type for op in compiled.graph.get_operations())
     return [each.numpy() for each in compiled(*map(tf.constant, values))]
 
 
-def _on_this_rank(world: World, case: Case, values: list[np.ndarray]) -> tuple[list[np.ndarray], Partition]:
-    collectives = world.backend
-    first, last = split_bounds(len(values[0]), collectives.index, collectives.size)
+def _on_this_rank(world: World, case: Case, values: list[np.ndarray]) -> tuple[list[np.ndarray], OnRank]:
+    first, last = split_bounds(len(values[0]), world.backend.index, world.backend.size)
     count = len(case.rows)
-    made: list[Partition] = []
-
-    def run(*tensors: Any) -> Any:
-        opened = [open_rows(each) for each in tensors[:count]]
-        partition = partition_of(collectives, opened[0])
-        made.append(partition)
-        for each in opened:
-            partition.mark(each, Rows())
-        with traced(partition):
-            found = computed(case, *opened, *tensors[count:])
-            partition.cause = "results"
-            return whole_nest(partition, found)
-
+    step = OnRank(world.backend, case)
     given = [tf.constant(each[first:last]) for each in values[:count]] + list(map(tf.constant, values[count:]))
-    return [each.numpy() for each in tf.function(run, autograph=False)(*given)], made[-1]
+    return [each.numpy() for each in tf.function(step.__call__, autograph=False)(*given)], step
 
 
-def _failure(world: World, case: Case, samples: int, met: set[str]) -> str | None:
-    """Return what is wrong with a case."""
+def _failure(world: World, case: Case, samples: int, met: set[str], *, gathers: bool = True) -> str | None:
+    """Return what is wrong with a case.
+
+    Args:
+        gathers: whether to compare what is gathered, too.
+    """
     values = values_for(case, samples)
     try:
         expected = _in_one_process(case, values, met)
-        found, partition = _on_this_rank(world, case, values)
+        found, step = _on_this_rank(world, case, values)
         assert len(found) == len(expected)
+        digits = 1e-5 if any(each.dtype == np.float32 for each in expected) else 1e-9
         for mine, right in zip(found, expected, strict=True):
-            np.testing.assert_allclose(mine, right, rtol=1e-9, atol=1e-9)
-        gathered = [each for each in partition.fetches if each.gathers and each.cause != "results"]
-        assert case.order > 1 or bool(gathered) == case.gathers, gathered
+            np.testing.assert_allclose(mine, right, rtol=digits, atol=digits)
+        gathered = [each for each in (*step.forward, *step.backward) if each.gathers]
+        assert not gathers or case.order > 1 or bool(gathered) == case.gathers, gathered
     except Exception:
         return traceback.format_exc(limit=-3)[-600:]
     return None
@@ -88,3 +81,16 @@ def check_operations_have_the_values_of_one_process(world: World) -> None:
 def check_second_gradients_have_the_values_of_one_process(world: World) -> None:
     failures, _ = _failures(world, samples=3, order=2)  # of four ranks, one has no sample
     assert not failures, "\n\n".join(f"{name}: {why}" for name, why in failures.items())
+
+
+@worlds("mpirun-2", "gloo-4", extended=True, why="all functions of keras.ops and keras.random")
+def check_functions_of_keras_have_the_values_of_one_process(world: World) -> None:
+    failures = {}
+    with computing_in("float64"):
+        for cases in (OPERATIONS, OVER_BATCH):
+            raising = kinds_on_page(FAILS, over_batch=cases is OVER_BATCH)
+            for name, case in cases.items():
+                if name not in raising:
+                    failures[name] = _failure(world, case, samples=5, met=set(), gathers=False)
+    wrong = {name: why for name, why in failures.items() if why is not None}
+    assert not wrong, "\n\n".join(f"{name}: {why}" for name, why in wrong.items())
