@@ -3,13 +3,34 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import keras
-from world import World
+import numpy as np
+import tensorflow as tf
+from as_keras import assert_same
+from world import World, computing_in
 from worlds import worlds
 from zoo import layers, objectives, rules, table
-from zoo.cases import ACCUMULATE, LOOSE, RANKS, RESTORE, SERVED, SYNC, ZERO, assert_complete, public_classes, sweep
+from zoo.cases import (
+    ACCUMULATE,
+    LOOSE,
+    RANKS,
+    RESTORE,
+    SERVED,
+    SYNC,
+    ZERO,
+    Case,
+    assert_complete,
+    public_classes,
+    sweep,
+)
+
+import hvdtrain
+from hvdtrain.backends.single import SingleBackend
+from hvdtrain.runtime.session import current
 
 OF_LAUNCHERS = ("OMPI_", "PMIX_", "HOROVOD_")
 """Begin the names of variables that make a process a rank."""
@@ -113,6 +134,45 @@ def check_options_with_losses(world: World) -> None:
 @worlds("mpirun-1", "mpirun-2", extended=True, why="every layer")
 def check_layers_that_draw(world: World) -> None:
     sweep(world, layers.cases(layers.DRAWING), RANKS)
+
+
+class OwnStep(keras.Model):
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"own": loss}
+
+
+def fitted(case: Case, backend: Any) -> list[Any]:
+    """Return weights and figures of a training."""
+    trainer = hvdtrain.Trainer(case.model(), backend=backend)
+    history = trainer.fit(**case.fit_arguments(epochs=2, batch=8)).history
+    return [*(np.array(each) for each in trainer.model.get_weights()), np.array(history["own"])]
+
+
+@worlds("mpirun-2", extended=True, why="every layer that draws, trained twice")
+def check_layers_draw_in_a_step_of_ones_own_as_in_one_process(world: World) -> None:
+    drawing = {name: each for group in layers.GROUPS for name, each in layers.cases(group).items()}
+    backends = (SingleBackend(current()), world.backend)
+    faults = {}
+    for name, case in drawing.items():
+        if layers.DRAWS not in case.unequal.values():
+            continue
+
+        def build(case: Case = case) -> keras.Model:
+            model = case.build()
+            return OwnStep(model.inputs, model.outputs)
+
+        own = replace(case, build=build)
+        with computing_in(case.dtype):
+            right, mine = (fitted(own, backend) for backend in backends)  # one by one: some draw in Python, too
+        try:
+            assert_same(mine, right, "weights and history", own.tolerance)
+        except AssertionError as error:
+            faults[name] = str(error)
+    assert set(faults) == layers.OTHER_IN_OWN_STEPS, faults
 
 
 @worlds("mpirun-1", "mpirun-2", extended=True, why="every layer")

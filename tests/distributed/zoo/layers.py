@@ -14,7 +14,7 @@ from keras import layers
 from zoo.cases import ACCUMULATE, ALWAYS, RANKS, SAMPLES, SERVED, SYNC, Case
 
 RNG = np.random.default_rng(0)
-DRAWS = "each rank draws its own random numbers"
+DRAWS = "each rank draws its own random numbers, unless the step has code of one's own: those of one process then"
 TARGETS = RNG.standard_normal((SAMPLES, 2))
 WORDS = np.array(list(string.ascii_lowercase[:10]))
 VECTOR, SEQUENCE, IMAGE, VOLUME = (6,), (5, 4), (6, 6, 4), (4, 4, 4, 2)
@@ -353,6 +353,8 @@ PREPROCESSING = {
     "Resizing": pixels(lambda: layers.Resizing(5, 4, interpolation="nearest")),
     "Solarization": drawn_pixels(lambda: layers.Solarization(0.1, threshold_factor=0.4)),
 }
+OTHER_IN_OWN_STEPS = {"RandomElasticTransform"}
+"""Draws for one image where Keras does not know how many there are."""
 WITHOUT_CASE = {
     "FlaxLayer": "needs JAX",
     "JaxLayer": "needs JAX",
