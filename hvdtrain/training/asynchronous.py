@@ -43,7 +43,7 @@ class AsynchronousStepFactory(KerasStepFactory):
         return AsynchronousEvaluator(self._backend, self._workers, self._model)
 
     def _new_step(self, state: TrainState, rule: UpdateRule, microbatch: int | None) -> CompiledStep:
-        passes = ForwardBackward(self._backend, state, self._logs, kinds=self._kinds, whole=True)
+        passes = ForwardBackward(self._backend, state, self._logs, whole=True)
         return AsynchronousStep(
             backend=self._backend, workers=self._workers, state=state, passes=passes, logs=self._logs, rule=rule
         )

@@ -63,16 +63,6 @@ class Contrastive(keras.Model):
         return {m.name: m.result() for m in self.metrics[1:]}
 
 
-class ContrastiveBySlices(Contrastive):
-    """The same, with the loss of a batch that is cut as it is for a number of ranks."""
-
-    ranks = 1
-
-    def contrastive_loss(self, projections_1: Any, projections_2: Any) -> Any:
-        slices = zip(tf.split(projections_1, self.ranks), tf.split(projections_2, self.ranks), strict=True)
-        return ops.mean(ops.stack([super(ContrastiveBySlices, self).contrastive_loss(a, b) for a, b in slices]))
-
-
 class Distiller(keras.Model):
     """A `compute_loss` of its own in Keras' own step: the student learns from labels and from a frozen teacher."""
 

@@ -24,7 +24,7 @@ from hvdtrain.state.variables import restoring
 from hvdtrain.training.step.batches import called, counts_of, keras_data, number_of_samples, replica_slice
 from hvdtrain.training.step.forward_backward import called_as
 from hvdtrain.training.step.logs import StepLogs, Value, metric_value, where_counted
-from hvdtrain.training.step.loss_terms import MEANS, Kinds, LossTerms
+from hvdtrain.training.step.loss_terms import LossTerms
 from hvdtrain.training.step.patches import traced_anew
 from hvdtrain.training.step.whole_batch import opened, samples_of_batch, settled_results
 from hvdtrain.training.update_rules.base import UpdateRule
@@ -160,10 +160,8 @@ class KerasEvaluator:
         self._exchanges = False
         self._model = model
         self._rule = rule
-        self.kinds = MEANS
-        """Which numbers of a batch are sums over samples."""
-        self.find_kinds: Callable[[Batch], Kinds] | None = None
-        """Finds them out on the first batch, where the model's own code forms numbers."""
+        self.batch_means = True
+        """Whether a loss that is one number for a batch is taken for a mean over its samples."""
         self._logs = logs(backend, model, "test_step")
         # By whether the model holds its weights: a graph gathers them, or does not.
         self._updates = {holds: compiled(self._update_batch, reduce_retracing=True) for holds in (True, False)}
@@ -182,8 +180,6 @@ class KerasEvaluator:
         count, self._model.stop_evaluating = 0, False
         # Ranks exchange divisors of losses, parameters and activations in each batch.
         for batch in in_step(batches):
-            if self.find_kinds is not None:
-                self.kinds, self.find_kinds = self.find_kinds(batch), None
             hooks.begin_test_step(count)
             try:
                 called(self._updates[holds], batch)
@@ -224,7 +220,7 @@ class KerasEvaluator:
             total=total,
             whole=self._backend.size == 1,
             divisors="exchanged",
-            kinds=self.kinds,
+            batch_means=self.batch_means,
             of_stage=self.of_stage,
         )
         with (
@@ -234,7 +230,7 @@ class KerasEvaluator:
             called_as(self._model),
         ):
             returned = self.step_on(batch)
-        self._logs.take(terms.in_full(returned), number_of_samples(batch))
+        self._logs.take(returned, number_of_samples(batch))
 
     def _update_whole_batch(self, batch: Batch, samples: tf.Tensor) -> None:
         with (

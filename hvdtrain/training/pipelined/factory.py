@@ -21,7 +21,6 @@ from hvdtrain.training.pipelined.evaluation import PipelinedEvaluator, Pipelined
 from hvdtrain.training.pipelined.forward_backward import PipelinedForwardBackward
 from hvdtrain.training.pipelined.stage_training import MetricsBackend, Regularization
 from hvdtrain.training.step.batches import per_microbatch
-from hvdtrain.training.step.checks import check_sums
 from hvdtrain.training.step.contract import CompiledStep
 from hvdtrain.training.step.logs import StepLogs
 from hvdtrain.training.step.step_factory import KerasStepFactory
@@ -73,18 +72,6 @@ class PipelineStepFactory(KerasStepFactory):
             targets=batch.targets,
             sample_weight=batch.sample_weight,
         )
-
-    def _find_kinds(self, batch: Batch) -> None:
-        """Stages add their own losses, and the cut refuses others."""
-
-    def _check_states(self, batch: Batch) -> None:
-        """No rank can call all stages by itself."""
-
-    def _check_metrics(self, batch: Batch) -> None:
-        """Reject metrics whose states cannot be added up. Collective."""
-        evaluator = self._evaluator
-        assert isinstance(evaluator, PipelinedEvaluator)
-        check_sums(self._model, lambda: evaluator.step_on(batch))
 
     def microbatch_length(self, batch: int, slices: int) -> int:
         """Return the samples per microbatch. Raises ConfigError if they are not whole."""

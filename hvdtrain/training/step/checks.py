@@ -1,6 +1,6 @@
-"""Verify that what each rank counts of its own samples or positions may be added up, or averaged, over ranks."""
+"""Verify that what each rank counts of its positions may be added up over ranks."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -13,21 +13,12 @@ from hvdtrain.compat.keras import (
     compile_metrics,
     compiled_losses,
     compiled_metrics,
-    flatten_layers,
     function_of_metric,
-    own_non_trainable_variables,
 )
-from hvdtrain.compat.tensorflow import compiled
 from hvdtrain.config.errors import ConfigError, opt
-from hvdtrain.data.batch import Batch
 from hvdtrain.parallel.context.positions import POSITION_DIM, Positions, with_positions
-from hvdtrain.state.layer_states import untracked_variables
-from hvdtrain.state.structure import statistics_of
-from hvdtrain.state.variables import path_of, unwrap
-from hvdtrain.training.step.logs import metrics_of
 from hvdtrain.training.step.loss_terms import LossTerms
 from hvdtrain.training.step.patches import active, replaced
-from hvdtrain.training.step.probing import draws, exchanges, halves_of, unchanged
 
 TOLERANCE = 1e-3
 
@@ -40,44 +31,6 @@ class _Call(NamedTuple):
     options: dict[str, Any]
 
 
-def check_sums(model: Any, step: Callable[[], Any]) -> None:
-    """Reject a metric that is not Keras' own, whose state after samples A and B is not state(A) + state(B).
-
-    So are functions that return one number for a whole batch.
-
-    Args:
-        model: compiled and built.
-        step: computes a batch by the model's `train_step` or `test_step`, without changing weights; called within a
-            compiled function, unless there are no such metrics.
-
-    Raises:
-        ConfigError: naming the metric.
-    """
-    metrics = [m for m in (*metrics_of(model), *compiled_metrics(model)) if not _is_metric_of_keras(m) and m.variables]
-    if not metrics:
-        return
-    calls: list[_Call] = []
-
-    def violations() -> list[tf.Tensor]:
-        calls.clear()
-        with ExitStack() as stack:
-            for metric in metrics:
-                stack.enter_context(replaced(metric, "update_state", _noting(metric, calls)))
-            step()
-        return [_violates(call) for call in calls]
-
-    compute = tf.function(violations, autograph=False).get_concrete_function()
-    with unchanged(model, compute.graph):
-        found = compute()
-    for call, violates in zip(calls, found, strict=True):
-        if violates:
-            raise ConfigError(
-                f"The metric {call.metric.name!r} cannot be summed over ranks: its state is not a sum over samples. "
-                "Keep sums and counts in its variables and form the value in result(); a function must return a value "
-                "for each sample."
-            )
-
-
 def _noting(metric: Any, calls: list[_Call]) -> Callable[..., Any]:
     original = active(metric, "update_state")
 
@@ -88,126 +41,12 @@ def _noting(metric: Any, calls: list[_Call]) -> Callable[..., Any]:
     return update_state
 
 
-def _violates(call: _Call) -> tf.Tensor:
-    """Return whether the state after both halves of the samples is not the sum of those after each."""
-    first = tf.nest.flatten((call.args, call.options))[0]
-    if first is None or not tf.is_tensor(first) or first.shape.rank == 0:
-        return tf.constant(False)
-    half = tf.shape(first)[0] // 2
-    empty = [tf.cast(v, tf.float64) for v in call.metric.stateless_reset_state()]
-    one, other, both = (_state_after(call, slice(*bounds)) for bounds in ((0, half), (half, 2 * half), (0, 2 * half)))
-    differs = [_differs(a + b - zero, c) for a, b, c, zero in zip(one, other, both, empty, strict=True)]
-    return tf.logical_and(half > 0, tf.reduce_any(differs))
-
-
-def _state_after(call: _Call, samples: slice) -> list[tf.Tensor]:
-    def cut(each: Any) -> Any:
-        return each[samples] if tf.is_tensor(each) and each.shape.rank else each
-
-    args, options = tf.nest.map_structure(cut, (call.args, call.options))
-    before = call.metric.stateless_reset_state()
-    return [tf.cast(v, tf.float64) for v in call.metric.stateless_update_state(before, *args, **options)]
-
-
 def _differs(found: Any, expected: Any) -> tf.Tensor:
     return tf.reduce_any(abs(found - expected) > TOLERANCE * (abs(expected) + 1e-6))
 
 
-def _is_metric_of_keras(metric: Any) -> bool:
-    function = function_of_metric(metric)
-    return _is_of_keras(type(metric)) and (function is None or _is_of_keras(function))
-
-
 def _is_of_keras(thing: Any) -> bool:
     return str(getattr(thing, "__module__", "")).split(".")[0] == keras.__name__
-
-
-def check_states(model: Any, batch: Batch, step: Callable[[Batch], Any]) -> None:
-    """Reject states of layers that are no means over samples, such as a largest value, unless the layer says how.
-
-    The state after a batch must be the mean of those after its halves; `add_weight(aggregation="mean")` says that a
-    mean will do, as for the variances of a normalization, and `"only_first_replica"` that rank 0's is that of all.
-
-    Args:
-        batch: a representative one.
-        step: computes a batch as in training, without changing weights.
-
-    Raises:
-        ConfigError: naming the layer and the variable.
-    """
-    found = list(_states_without_aggregation(model))
-    parts = halves_of(batch)
-    if not found or parts is None:
-        return
-
-    def states(batch: Batch) -> list[tf.Tensor]:
-        step(batch)
-        return [tf.cast(unwrap(variable).read_value(), tf.float64) for _, variable in found]
-
-    compute = compiled(states)
-    graph = compute.get_concrete_function(parts[0]).graph
-    if draws(graph) or exchanges(graph):
-        return
-    results = []
-    for part in parts:
-        with unchanged(model, graph):
-            results.append(compute(part))
-    for (layer, variable), one, other, both in zip(found, *results, strict=True):
-        if _differs((one + other) / 2, both):
-            raise ConfigError(
-                f"{type(layer).__name__} {layer.name!r} updates {path_of(variable)} from the samples of its rank, "
-                "and the mean over the ranks is not its value for all samples. Say what it shall be: "
-                'add_weight(…, aggregation="mean") if the mean will do, or "only_first_replica"; or exchange it in the '
-                "layer, as by hvdtrain.allreduce(x, op=hvdtrain.horovod.Max)."
-            )
-
-
-def check_untracked(model: Any, batch: Batch, step: Callable[[Batch], Any]) -> None:
-    """Reject variables of which Keras does not know, such as a tf.Variable, that a layer updates from its samples.
-
-    Arguments as for `check_states`. Raises ConfigError naming the layer and the variable.
-    """
-    found = [
-        (layer, path, variable)
-        for layer in {id(layer): layer for layer in flatten_layers(model)}.values()
-        for path, variable in untracked_variables(layer).items()
-    ]
-    parts = halves_of(batch)
-    if not found or parts is None:
-        return
-
-    def states(batch: Batch) -> list[tf.Tensor]:
-        step(batch)
-        return [variable.read_value() for *_, variable in found]
-
-    compute = compiled(states)
-    graph = compute.get_concrete_function(parts[0]).graph
-    if exchanges(graph):
-        return
-    results = []
-    for part in parts[:2]:
-        with unchanged(model, graph):
-            results.append(compute(part))
-    for (layer, path, _), one, other in zip(found, *results, strict=True):
-        if not np.array_equal(one, other):
-            raise ConfigError(
-                f"{type(layer).__name__} {layer.name!r} updates {path!r} from the samples of its rank, and Keras does "
-                "not know of this variable: each rank would go on with its own. Make it a weight of the layer, "
-                'self.add_weight(…, trainable=False, aggregation="mean"), or exchange it in the layer, as by '
-                "hvdtrain.allreduce."
-            )
-
-
-def _states_without_aggregation(model: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield layers that are not Keras' own with the states for which they name no aggregation."""
-    for layer in {id(layer): layer for layer in flatten_layers(model)}.values():
-        if type(layer).__module__.split(".")[0] in ("keras", "hvdtrain"):
-            continue
-        averaged = {id(variable) for variable in statistics_of(layer)}
-        for variable in own_non_trainable_variables(layer):
-            known = getattr(variable, "aggregation", None) not in (None, "none")
-            if id(unwrap(variable)) in averaged and not known and isinstance(variable, keras.Variable):
-                yield layer, variable
 
 
 def check_positions(model: Any, replicas: Collectives, targets: Any, outputs: Any, ranks: int) -> None:

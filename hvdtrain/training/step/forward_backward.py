@@ -30,15 +30,13 @@ from hvdtrain.training.step.contract import LocalGradients, Parameters, Pass
 from hvdtrain.training.step.finite import zero_if_finite
 from hvdtrain.training.step.logs import StepLogs
 from hvdtrain.training.step.loss_terms import (
-    MEANS,
     Divisors,
     Gradients,
-    Kind,
-    Kinds,
     LossTerms,
     differentiating,
     has_one_divisor,
 )
+from hvdtrain.training.step.own_code import may_add_losses
 from hvdtrain.training.step.patches import active, offset_seeds, replaced
 from hvdtrain.training.step.placeholder import counted, kept_statistics, updated_statistics
 
@@ -57,7 +55,8 @@ class ForwardBackward:
         forward: takes the place of the model's call, such as one that recomputes; default: the model's own.
         jit: compile the pass by XLA.
         parameters: what is read and differentiated for the trained variables.
-        kinds: which numbers of the step are sums over samples.
+        own: whether code that is not Keras' takes part, which may exchange by itself.
+        batch_means: whether a loss that is one number for a batch is taken for a mean over its samples.
         whole: whether a pass holds all samples of its step, and is divided by nothing else.
         divisors: what becomes of divisors of a loss that are not the number of samples.
     """
@@ -71,7 +70,8 @@ class ForwardBackward:
         forward: Callable[..., Any] | None = None,
         jit: bool = False,
         parameters: Parameters | None = None,
-        kinds: Kinds = MEANS,
+        own: bool = False,
+        batch_means: bool = False,
         whole: bool = False,
         divisors: Divisors = "exchanged",
     ) -> None:
@@ -84,7 +84,9 @@ class ForwardBackward:
         self._fusible = fusible_layers(state.model)
         self._jit = jit
         self._parameters = parameters or Parameters(state.trainable)
-        self._kinds = kinds
+        self._own = own
+        self._batch_means = batch_means
+        self._adds_losses = may_add_losses(state.model)
         self._whole = whole
         self._divisors = divisors
         self._positions = max(backend.axes.get("cp", 1), 1)
@@ -110,7 +112,7 @@ class ForwardBackward:
 
     def _divisors_of(self, model: Any) -> Divisors:
         """Return what becomes of the divisors of a pass."""
-        if has_one_divisor(model) and not reads_outputs(model) and not self._kinds.added:
+        if has_one_divisor(model) and not reads_outputs(model) and not self._adds_losses:
             return "own" if self._divisors == "own" else "weights"
         return "exchanged" if self._divisors == "exchanged" else "own"
 
@@ -152,7 +154,7 @@ class ForwardBackward:
             whole=self._whole,
             divisors=self._divisors_of(model),
             exchangeable=not self._jit,
-            kinds=self._kinds,
+            batch_means=self._batch_means,
         )
         taken = _Taken(
             self._state,
@@ -160,7 +162,7 @@ class ForwardBackward:
             passes=passes,
             sources=self._parameters.sources(),
             exchanges_backward=bool(
-                self._synchronized or self._exchanging or self._parameters.exchanges_backward or self._kinds.exchanged
+                self._synchronized or self._exchanging or self._parameters.exchanges_backward or self._own
             ),
         )
         with (
@@ -172,8 +174,8 @@ class ForwardBackward:
             called_as(model, self._forward),
         ):
             returned = take_train_step(model, batch)
-        watched = self._logs.take(terms.in_full(returned), samples, first=first)
-        loss = tf.add_n([tf.cast(each, tf.float64) for each in watched]) if taken.loss is None else taken.loss_in_full()
+        watched = self._logs.take(returned, samples, first=first)
+        loss = tf.add_n([tf.cast(each, tf.float64) for each in watched]) if taken.loss is None else taken.loss
         self.reports_loss_later = terms.weight is not None
         gradients, by_gradient = passes.collected(taken.gradients())
         dtype = tf.float64 if loss.dtype == tf.float64 else tf.float32
@@ -287,9 +289,6 @@ class _Taken(AppliedGradients):
         self._exchanges_backward = exchanges_backward
         self._terms = terms
         self._is_weighted = False
-        self._kinds = iter(terms.kinds.targets)
-        self._kind: Kind = "mean"
-        """Kind of what was differentiated last."""
         self.loss: tf.Tensor | None = None
         """The loss of Keras' own step; None: see the step's results."""
 
@@ -308,19 +307,12 @@ class _Taken(AppliedGradients):
         found = super().gradients()
         return found if self._is_weighted else [scaled(gradient, self._share()) for gradient in found]
 
-    def loss_in_full(self) -> Any:
-        """Return the loss of Keras' own step, of which each replica has its share of a mean over the samples."""
-        return self._terms.over_share(self.loss) if self._kind == "sum" else self.loss
-
     def _share(self) -> tf.Tensor:
         """Return the weight of this pass's gradients over the expected one."""
-        if self._kind == "sum":
-            return tf.cast(self._terms.samples > 0, tf.float64)
         weight = self._terms.samples if self._terms.weight is None else self._terms.weight
         return tf.math.divide_no_nan(weight, self._terms.total)
 
     def _upstream(self, target: Any, sources: Sequence[Any], given: Any) -> Any:
-        self._kind = next(self._kinds, "mean")
         if not self._weighs_upstream(target, sources, given):
             return given
         self._is_weighted = True

@@ -2,11 +2,11 @@
 
 A replica's gradients weigh its samples over all samples of the step. That is right for a loss that is a mean over
 samples. One that is divided by something else, such as a mask, is `loss x own divisor / global divisor` on each
-replica; one that is a sum over samples counts in full on each.
+replica; one of Keras' that is a sum over samples counts in full on each.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -36,8 +36,6 @@ from hvdtrain.training.step.cross_entropy import fast_cross_entropy
 from hvdtrain.training.step.logs import metrics_of
 from hvdtrain.training.step.patches import active, replaced
 
-Kind = Literal["mean", "sum"]
-"""Whether a number is a mean over samples, or a sum."""
 Divisors = Literal["exchanged", "weights", "own"]
 """What becomes of a divisor other than the number of samples, such as a sum of sample weights.
 
@@ -50,27 +48,6 @@ NO_WEIGHT = 1e-9
 """Weight up to which no pass of a step has counted: one for each microbatch."""
 Gradients = Callable[[Any, Any, Any], Any]
 """Gradients of a target by sources, for upstream gradients or None, as of a tape."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kinds:
-    """Kinds of the numbers of a step, each in the order in which they are formed; default: means."""
-
-    added: Sequence[Kind] = ()
-    """Losses that layers add."""
-    targets: Sequence[Kind] = ()
-    """What is differentiated with respect to trained variables."""
-    means: Sequence[Kind] = ()
-    """Numbers of the whole batch that a `Mean` or `Sum` takes."""
-    figures: frozenset[str] = frozenset()
-    """Names of returned numbers that are sums."""
-    batch_means: bool = False
-    """Whether compiled losses that are one number for a batch are known to be means over its samples."""
-    exchanged: bool = False
-    """Whether the step exchanges by itself, so that its numbers are of other replicas' samples, too."""
-
-
-MEANS = Kinds()
 
 
 @dataclass(kw_only=True)
@@ -89,7 +66,8 @@ class LossTerms:
     """Whether the pass can hold an exchange, which XLA cannot compile."""
     divisors: Divisors = "weights"
     """Here `exchanged` means in this pass."""
-    kinds: Kinds = MEANS
+    batch_means: bool = False
+    """Whether a loss that is one number for a batch is taken for a mean over its samples."""
     of_stage: bool = False
     """Whether the model is a pipeline's stage, whose outputs may be shards of the whole model's."""
     weight: tf.Tensor | None = field(default=None, init=False)
@@ -121,26 +99,9 @@ class LossTerms:
             for tracker in trackers_of_outputs(self.model):
                 stack.enter_context(replaced(tracker, "update_state", self._tracking(tracker)))
             if not self.whole:
-                means = iter(self.kinds.means)
                 for metric in means_of(self.model):
-                    stack.enter_context(replaced(metric, "update_state", averaging(metric, self._counted_once(means))))
-            if not self.whole and "sum" in self.kinds.added:
-                stack.enter_context(replaced(keras.layers.Layer, "add_loss", self._adding()))
+                    stack.enter_context(replaced(metric, "update_state", averaging(metric, self._counted_once)))
             yield
-
-    def gradients_in_full(self) -> AbstractContextManager[None]:
-        """Let gradients of sums over this replica's samples have the size of those over all, inside the context."""
-        if self.whole or "sum" not in self.kinds.targets:
-            return nullcontext()
-        return differentiating(trained_ids(self.model), self._counting_in_full())
-
-    def in_full(self, returned: Any) -> Any:
-        """Return a step's results, in which sums over this replica's samples have the size of those over all."""
-        if self.whole or not self.kinds.figures:
-            return returned
-        return {
-            name: self.over_share(value) if name in self.kinds.figures else value for name, value in returned.items()
-        }
 
     def _reduced(
         self,
@@ -153,7 +114,7 @@ class LossTerms:
     ) -> Any:
         value = original(values, sample_weight, mask, reduction, dtype)
         if tf.convert_to_tensor(values).shape.rank == 0:
-            if not self.kinds.batch_means or sample_weight is not None or mask is not None:
+            if not self.batch_means or sample_weight is not None or mask is not None:
                 raise refusal_of_number(self._loss)
             return value
         if reduction == "sum":
@@ -210,27 +171,11 @@ class LossTerms:
 
         return noted
 
-    def _counted_once(self, kinds: Iterator[Kind]) -> Callable[[tf.Tensor, Any], tuple[tf.Tensor, Any]]:
+    def _counted_once(self, value: tf.Tensor, weight: Any) -> tuple[tf.Tensor, Any]:
         """Return what a `Mean` takes for a number of this pass's samples, which counts once over all replicas."""
-
-        def counted(value: tf.Tensor, weight: Any) -> tuple[tf.Tensor, Any]:
-            if weight is None:
-                weight = tf.cast(tf.math.divide_no_nan(self.samples, self.total), value.dtype)
-            return (self.over_share(value) if next(kinds, "mean") == "sum" else value), weight
-
-        return counted
-
-    def _counting_in_full(self) -> Callable[[Gradients, Any, Any, Any], Any]:
-        """Return gradients for `differentiating`, in which sums over this replica's samples count in full."""
-        kinds = iter(self.kinds.targets)
-
-        def compute(own: Gradients, target: Any, sources: Any, upstream: Any) -> Any:
-            if next(kinds, "mean") == "sum":
-                upstream = tf.nest.map_structure(tf.ones_like, target) if upstream is None else upstream
-                upstream = tf.nest.map_structure(self.over_share, upstream)
-            return own(target, sources, upstream)
-
-        return compute
+        if weight is None:
+            weight = tf.cast(tf.math.divide_no_nan(self.samples, self.total), value.dtype)
+        return value, weight
 
     def over_share(self, value: tf.Tensor) -> tf.Tensor:
         """Return `value` over this pass's share of the samples."""
@@ -245,24 +190,13 @@ class LossTerms:
 
         return update_state
 
-    def _adding(self) -> Callable[..., None]:
-        original, kinds = keras.layers.Layer.add_loss, iter(self.kinds.added)
-
-        def add_loss(layer: Any, loss: Any) -> None:
-            def full(term: Any) -> Any:
-                return self.over_share(term) if next(kinds, "mean") == "sum" else term
-
-            original(layer, tf.nest.map_structure(full, loss))
-
-        return add_loss
-
 
 def refusal_of_number(loss: str) -> ConfigError:
     """Return the error for a loss, by its name, whose one number for a batch cannot be put together from slices."""
     return ConfigError(
         f"The loss {loss!r} returns one number for the whole batch, of which each rank or microbatch has a slice. "
-        "Return one value for each sample, such as keras.ops.mean(keras.ops.square(targets - outputs), axis=-1). One "
-        "number may be a plain mean over the samples, without sample weights, a mask or a pipeline."
+        "Return one value for each sample, such as keras.ops.mean(keras.ops.square(targets - outputs), axis=-1), or "
+        f"pass {opt('whole_batch', False)}, by which it is a mean over a rank's samples, without weights and masks."
     )
 
 

@@ -29,7 +29,7 @@ from hvdtrain.training.options import StepOptions
 from hvdtrain.training.step.batches import applies_nothing, counts_of, number_of_samples, take_train_step
 from hvdtrain.training.step.finite import zero_if_finite
 from hvdtrain.training.step.logs import StepLogs
-from hvdtrain.training.step.loss_terms import MEANS, Kinds, LossTerms, trained_ids
+from hvdtrain.training.step.loss_terms import LossTerms, trained_ids
 from hvdtrain.training.step.patches import offset_seeds, replaced
 from hvdtrain.training.step.placeholder import kept_statistics, updated_statistics
 from hvdtrain.training.step.train_step import ReplicaStep
@@ -185,8 +185,8 @@ def stranger(model: Any, optimizer: Any) -> ConfigError:
 class OptimizersStep(ReplicaStep):
     """A step whose optimizers exchange gradients as they apply them, weighted by samples.
 
-    `kinds` says which numbers of the step are sums over samples. With `notes`, which say what it fetches, the step
-    computes with the whole batch.
+    With `notes`, which say what it fetches, it computes with the whole batch. Else `batch_means` says whether a loss
+    that is one number for a batch is taken for a mean over its samples.
     """
 
     def __init__(
@@ -197,12 +197,12 @@ class OptimizersStep(ReplicaStep):
         logs: StepLogs,
         rule: UpdateRule,
         *,
-        kinds: Kinds = MEANS,
+        batch_means: bool = False,
         notes: FetchNotes | None = None,
     ) -> None:
         super().__init__(backend, state, logs, rule, whole_batch=notes is not None)
         self._notes = notes
-        self._kinds = kinds
+        self._batch_means = batch_means
         self._exchange = exchange
 
     def _updated(self, batch: Batch, *, measure: bool) -> tuple[tf.Tensor, tf.Tensor | None, None]:
@@ -221,12 +221,10 @@ class OptimizersStep(ReplicaStep):
             total=total,
             whole=self._backend.size == 1,
             divisors="exchanged",
-            kinds=self._kinds,
+            batch_means=self._batch_means,
         )
-        with offset_seeds(self._backend.index), terms.corrected(), terms.gradients_in_full():
-            watched = take_step(
-                model, batch, samples, exchange=exchange, logs=self._logs, measure=measure, in_full=terms.in_full
-            )
+        with offset_seeds(self._backend.index), terms.corrected():
+            watched = take_step(model, batch, samples, exchange=exchange, logs=self._logs, measure=measure)
         return self._totals(batch, watched, samples), exchange.norm() if measure else None, None
 
     def _taken_of_batch(self, batch: Batch, *, measure: bool) -> list[tf.Tensor]:
@@ -265,11 +263,8 @@ def take_step(
     logs: StepLogs,
     *,
     measure: bool,
-    in_full: Callable[[Any], Any] = lambda returned: returned,
 ) -> list[tf.Tensor]:
     """Call the model's `train_step` on a replica's batch, which weighs `samples`; return values that must be finite.
-
-    `in_full` gives returned sums over the replica's samples the size of those over all.
 
     Raises ConfigError if it trains nothing, or returns invalid results.
     """
@@ -282,7 +277,7 @@ def take_step(
         returned = take_train_step(model, batch)
     if not exchange.used:
         raise applies_nothing(model)
-    return logs.take(in_full(returned), samples)
+    return logs.take(returned, samples)
 
 
 class OptimizersUpdate(UpdateRule):
@@ -377,14 +372,12 @@ def applies_once(model: Any, batch: Batch, logs: StepLogs) -> bool:
     return not any(id(tensor) in captured for operation in later for tensor in operation.inputs)
 
 
-def unapplied(
-    model: Any, batch: Batch, noted: Callable[[str, Sequence[Any]], None] = lambda name, gradients: None
-) -> Any:
-    """Return the result of a `train_step` whose optimizers apply nothing; `noted` is given names and gradients."""
+def unapplied(model: Any, batch: Batch) -> Any:
+    """Return the result of a `train_step` whose optimizers apply nothing."""
 
     @as_written
     def apply(optimizer: Any, grads: Any, trainable_variables: Any = None) -> None:
-        noted(optimizer.name, list(grads))
+        pass
 
     with replaced(keras.optimizers.Optimizer, "apply", apply):
         return take_train_step(model, batch)

@@ -18,16 +18,37 @@ from hvdtrain.training.step.logs import metrics_of
 
 def has_own_code(model: Any) -> bool:
     """Return whether code that is not Keras' forms numbers of the samples: a step, a loss, a metric or a layer."""
-    if reads_outputs(model):
-        return True
+    return reads_outputs(model) or bool(own_parts(model))
+
+
+def own_parts(model: Any) -> list[str]:
+    """Return names of losses, metrics, layers and operations of a model that are not Keras' own, for messages."""
     settings = compile_arguments(model) if model.compiled else {}
     losses = _leaves(settings.get("loss"))
     metrics = [*_leaves(settings.get("metrics")), *_leaves(settings.get("weighted_metrics")), *metrics_of(model)]
-    return (
-        any(map(_is_own_layer, flatten_layers(model)))
-        or any(map(_is_own_operation, operations_of(model)))
-        or any(not takes_samples_alone(each) for each in losses)
-        or any(_is_own_metric(each) for each in metrics)
+    found = [
+        *(f"layer {_named(each)}" for each in flatten_layers(model) if _is_own_layer(each)),
+        *(f"operation {_named(each)}" for each in operations_of(model) if _is_own_operation(each)),
+        *(f"loss {_named(each)}" for each in losses if not takes_samples_alone(each)),
+        *(f"metric {_named(each)}" for each in metrics if _is_own_metric(each)),
+    ]
+    return list(dict.fromkeys(found))
+
+
+def may_add_losses(model: Any) -> bool:
+    """Return whether layers of a model may add losses of their outputs to those of `compile`."""
+    return any(
+        _is_own_layer(layer)
+        or isinstance(layer, keras.layers.ActivityRegularization)
+        or getattr(layer, "activity_regularizer", None) is not None
+        for layer in flatten_layers(model)
+    )
+
+
+def _named(thing: Any) -> str:
+    name = getattr(thing, "name", None)
+    return getattr(thing, "__name__", None) or (
+        f"{type(thing).__name__} {name!r}" if isinstance(name, str) else type(thing).__name__
     )
 
 

@@ -37,12 +37,16 @@ from hvdtrain.training.step.batches import (
     per_microbatch,
     reads_outputs,
 )
-from hvdtrain.training.step.checks import check_positions, check_states, check_sums, check_untracked
+from hvdtrain.training.step.checks import check_positions
 from hvdtrain.training.step.contract import CompiledStep
+from hvdtrain.training.step.eligibility import (
+    has_rows,
+    refuse_own_step,
+    sees_whole_batch,
+    warning_of_own_parts,
+)
 from hvdtrain.training.step.forward_backward import ForwardBackward
 from hvdtrain.training.step.logs import StepLogs
-from hvdtrain.training.step.loss_kinds import kinds_of
-from hvdtrain.training.step.loss_terms import MEANS, Kinds
 from hvdtrain.training.step.optimizers import (
     OptimizerExchange,
     OptimizersStep,
@@ -51,9 +55,9 @@ from hvdtrain.training.step.optimizers import (
     take_step,
     unapplied,
 )
-from hvdtrain.training.step.samples_apart import inspect_forward, inspect_losses, may_form_sums
+from hvdtrain.training.step.own_code import has_own_code
 from hvdtrain.training.step.train_step import TrainStep
-from hvdtrain.training.step.whole_batch import FetchNotes, WholeBatchPass, has_rows, sees_whole_batch
+from hvdtrain.training.step.whole_batch import FetchNotes, WholeBatchPass
 from hvdtrain.training.update_rules.base import UpdateRule
 from hvdtrain.training.update_rules.select import update_rule_for
 
@@ -88,7 +92,6 @@ class KerasStepFactory:
         self._logs = self._new_logs()
         self._rule: UpdateRule | None = None
         self._evaluator = self._new_evaluator()
-        self._kinds = MEANS
         self.warnings: list[str] = []
         self._several = len(optimizers_of(model)) > 1
         self._exchange: OptimizerExchange | None = None
@@ -142,8 +145,10 @@ class KerasStepFactory:
             raise
 
     def _build_from(self, batch: Batch, *, training: bool) -> None:
-        if self._backend.size > 1 and forms_own_loss(self._model, "test_step"):
-            self._evaluator.find_kinds = self._kinds_in_evaluation
+        self._has_rows = has_rows(batch)
+        self._evaluator.batch_means = self._takes_means()
+        if training:
+            self._say_what_is_apart(has_own_train_step(self._model) or forms_own_loss(self._model, "train_step"))
         with self._backend.scope():
             if not has_own_train_step(self._model):
                 self._build(batch)
@@ -152,17 +157,35 @@ class KerasStepFactory:
             else:
                 tf.function(self._model.test_step, autograph=False).get_concrete_function(keras_data(batch))
                 return
-        if self._backend.size > 1 and not self._sees_whole_batch():
-            self._check_metrics(batch)
-            self._check_states(batch)
-        self._has_rows = has_rows(batch)
-        if self._backend.size > 1 and not self._sees_whole_batch():
-            self._find_kinds(batch)
         self._built = True
 
     def _sees_whole_batch(self) -> bool:
-        """Return whether the model's own code computes with the samples of all replicas."""
+        """Return whether the model's own code computes with the samples of all replicas in training."""
         return self._has_rows and sees_whole_batch(self._backend, self._model, self._options)
+
+    def _evaluates_whole_batch(self) -> bool:
+        """Return whether it does so in evaluation, in which update rules and XLA have no part."""
+        plain = StepOptions(whole_batch=self._options.whole_batch)
+        sees = self._has_rows and sees_whole_batch(self._backend, self._model, plain)
+        if not sees and forms_own_loss(self._model, "test_step"):
+            refuse_own_step(self._backend, self._model, plain, has_rows=self._has_rows)
+        return sees
+
+    def _takes_means(self) -> bool:
+        """Return whether a loss that is one number for the samples of a replica is that of a batch of its own."""
+        return self._backend.size == 1 or not self._options.whole_batch
+
+    def _say_what_is_apart(self, forms_loss: bool) -> None:
+        """Say which code of the model's own computes with each replica's samples alone.
+
+        Raises ConfigError for a step of its own.
+        """
+        if self._sees_whole_batch():
+            return
+        if forms_loss:
+            refuse_own_step(self._backend, self._model, self._options, has_rows=self._has_rows)
+        elif line := warning_of_own_parts(self._backend, self._model, self._options, has_rows=self._has_rows):
+            self.warnings = [line]
 
     def update_rule(self) -> UpdateRule:
         """Return the update rule selected by the options; of several optimizers, each applies at once."""
@@ -206,39 +229,6 @@ class KerasStepFactory:
         """Return the predictor by `predict_step`."""
         return Predictor(self._backend, self._model)
 
-    def _find_kinds(self, batch: Batch) -> None:
-        """Find out which numbers are means over samples, and which are sums."""
-        model, found = self._model, MEANS
-        batch_means, warnings = inspect_losses(model, batch)
-        self.warnings = warnings if self._backend.size > 1 else []
-        if may_form_sums(model):
-            found, warnings = self._kinds_of(batch, self._forms())
-            self.warnings += warnings
-            if self._backend.size > 1 and not reads_outputs(model):
-                self.warnings += inspect_forward(model, batch, self._logs)
-        self._kinds = replace(found, batch_means=batch_means)
-        self._evaluator.kinds = Kinds(added=found.added, batch_means=batch_means)
-
-    def _kinds_of(self, batch: Batch, step: Callable[..., Any]) -> tuple[Kinds, list[str]]:
-        return kinds_of(self._model, batch, step, logs=self._logs, replicas=self._backend)
-
-    def _kinds_in_evaluation(self, batch: Batch) -> Kinds:
-        found, _ = self._kinds_of(batch, lambda batch, noted: self._model.test_step(keras_data(batch)))
-        return replace(found, batch_means=self._kinds.batch_means)
-
-    def _check_metrics(self, batch: Batch) -> None:
-        """Reject metrics whose states cannot be added up."""
-        model = self._model
-        if has_own_train_step(model):
-            check_sums(model, lambda: unapplied(model, batch))
-        else:
-            check_sums(model, lambda: model.test_step(keras_data(batch)))
-
-    def _check_states(self, batch: Batch) -> None:
-        """Reject states of layers that cannot be averaged."""
-        check_states(self._model, batch, self._forms())
-        check_untracked(self._model, batch, self._forms())
-
     def _forms(self) -> Callable[..., Any]:
         """Return what computes a batch as in training, without changing weights."""
         model = self._model
@@ -253,7 +243,9 @@ class KerasStepFactory:
         return recomputed_model(self._model) if self._options.recompute else None
 
     def _new_evaluator(self) -> KerasEvaluator:
-        return KerasEvaluator(self._backend, self._model, rule=lambda: self._rule, whole_batch=self._sees_whole_batch)
+        return KerasEvaluator(
+            self._backend, self._model, rule=lambda: self._rule, whole_batch=self._evaluates_whole_batch
+        )
 
     def _new_logs(self) -> StepLogs:
         return StepLogs(self._backend, self._model, "train_step")
@@ -292,7 +284,7 @@ class KerasStepFactory:
                 exchange,
                 self._logs,
                 rule=rule,
-                kinds=self._kinds,
+                batch_means=self._takes_means(),
                 notes=self._fetch_notes() if whole_batch else None,
             )
         passes = ForwardBackward(
@@ -302,7 +294,8 @@ class KerasStepFactory:
             forward=self._forward,
             jit=self._options.jit,
             parameters=rule.parameters(state.trainable),
-            kinds=self._kinds,
+            own=has_own_code(self._model),
+            batch_means=self._takes_means(),
             whole=self._backend.size == 1 and microbatch is None,
             divisors=rule.divisors,
         )

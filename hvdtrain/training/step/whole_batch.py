@@ -5,14 +5,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.compat.keras import flatten_layers
 from hvdtrain.data.batch import Batch, samples_in
 from hvdtrain.gradients.reduction import Gradient, scaled
-from hvdtrain.layers.exchanging import exchanging_layers
 from hvdtrain.layers.fused_batch_norm import fused_normalization, fusible_layers
 from hvdtrain.layers.sync_batch_norm import replicas_of, sync_layers
 from hvdtrain.partition.gradients import part_of_gradient
@@ -26,35 +24,12 @@ from hvdtrain.runtime.guarded import guarded
 from hvdtrain.runtime.logs import LOGGER
 from hvdtrain.state.structure import statistics_of
 from hvdtrain.state.train_state import TrainState
-from hvdtrain.training.options import StepOptions
 from hvdtrain.training.step.batches import keras_data, number_of_samples
 from hvdtrain.training.step.contract import LocalGradients, Parameters
 from hvdtrain.training.step.finite import zero_if_finite
 from hvdtrain.training.step.forward_backward import AppliedGradients, called_as
 from hvdtrain.training.step.logs import StepLogs
-from hvdtrain.training.step.own_code import has_own_code
 from hvdtrain.training.step.placeholder import kept_statistics
-
-
-def sees_whole_batch(backend: Backend, model: Any, options: StepOptions) -> bool:
-    """Return whether the steps of a model compute with the whole batch, of which each rank has rows.
-
-    Where no code but Keras' own forms numbers of the samples, the weights of gradients say as much. On one rank it
-    concerns microbatches alone, each of which is a batch of its own.
-    """
-    alone = backend.size == 1 and options.accumulate > 1
-    if not options.whole_batch or not (alone or (backend.size > 1 and backend.name == "horovod")):
-        return False
-    own_ways = options.update != "all_reduce" or options.local_steps is not None or options.reduce_op != "average"
-    if own_ways or options.jit:
-        return False
-    return not set(backend.axes) - {"dp"} and not exchanging_layers(model) and has_own_code(model)
-
-
-def has_rows(batch: Batch) -> bool:
-    """Return whether all tensors of a batch have a row for each sample, none of them ragged or sparse."""
-    tensors = tf.nest.flatten((batch.inputs, batch.targets, batch.sample_weight))
-    return all(each is None or isinstance(each, tf.Tensor | np.ndarray) for each in tensors)
 
 
 @contextmanager

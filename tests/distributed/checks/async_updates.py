@@ -858,7 +858,7 @@ def check_servers_take_own_steps_microbatches_and_bounds(world: World) -> None:
         return list(map(np.array, model.get_weights()))
 
     cases: list[tuple[str, dict[str, Any]]] = [
-        ("own step", {}),
+        ("own step", {"whole_batch": False}),
         ("accumulated", {"accumulate": 2}),
         ("clipped", {"clip_norm": 0.2}),
     ]

@@ -7,11 +7,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 from as_keras import assert_same, assert_trained_as_keras
-from world import World, computing_in, refused
+from world import World, computing_in
 from worlds import worlds
 
 import hvdtrain
-from hvdtrain.config.errors import ConfigError
 
 RNG = np.random.default_rng(0)
 SAMPLES, BATCH = 21, 8  # the last batch has 5: 3 and 2 on two ranks
@@ -197,7 +196,6 @@ def check_own_numbers_count_as_in_keras(world: World) -> None:
 def check_losses_of_other_places_count_as_in_keras(world: World) -> None:
     compiled = {"optimizer": sgd, "loss": lambda: "mse"}
     cases: dict[str, tuple[Callable[[], keras.Model], list[str], dict[str, Any]]] = {
-        "accumulated mean": (lambda: built(OwnStep(mean)), ["optimizer"], {"accumulate": 2}),
         "sum in slices of the optimizer": (lambda: built(OwnStep(total)), ["optimizer"], {"zero": 1}),
         "one for each sample": (lambda: built(OwnStep(squares_at_a_tenth)), ["optimizer"], {}),
         "compute_loss, a sum": (lambda: built(OwnLoss(total)), ["optimizer"], {}),
@@ -244,25 +242,26 @@ class Largest(keras.layers.Layer):
         return inputs
 
 
-@worlds("mpirun-2", extended=True, why="a state that the ranks update from their own samples")
-def check_states_are_what_a_layer_says_or_refused(world: World) -> None:
-    def trained(aggregation: str | None) -> float:
+@worlds("mpirun-2", extended=True, why="a state that layers update from samples")
+def check_states_are_those_of_the_batch_or_what_a_layer_says(world: World) -> None:
+    def trained(aggregation: str | None, *, whole_batch: bool) -> float:
         inputs = keras.Input((4,))
         layer = Largest(aggregation)
         model = keras.Model(inputs, keras.layers.Dense(1)(layer(inputs)))
-        hvdtrain.Trainer(model, sgd(), "mse", backend=world.backend).fit(
+        hvdtrain.Trainer(model, sgd(), "mse", backend=world.backend, whole_batch=whole_batch).fit(
             X[:20], Y[:20], batch=20, epochs=1, shuffle=False, verbose=0
         )
         return float(layer.seen)
 
-    shares = np.array_split(np.abs(X[:20]).max(1), world.size)
+    largest = np.abs(X[:20]).max(1)
+    shares = np.array_split(largest, world.size)
     with computing_in("float64"):
-        found = trained("only_first_replica"), trained("mean")
-        expected = shares[0].max(), np.mean([share.max() for share in shares])
-        assert world.same_everywhere(repr(found).encode())
-        with refused("from the samples of its rank", ConfigError):
-            trained(None)
-    assert_same(found, expected, "states")
+        found = (
+            trained(None, whole_batch=True),
+            trained("only_first_replica", whole_batch=False),
+            trained("mean", whole_batch=False),
+        )
+    assert_same(found, (largest.max(), shares[0].max(), np.mean([share.max() for share in shares])), "states")
 
 
 @worlds("mpirun-2", "gloo-4", extended=True, why="sums in a step with several optimizers")

@@ -37,19 +37,22 @@ def check_a_placeholder_that_overflows_counts_for_nothing(world: World) -> None:
     x, y = rng.standard_normal((count, 5)).astype("float32"), rng.integers(0, 3, count)
     x[:, 0] = 0.0
     x[-1, 0] = 1.0
-    model, reference = spreading(), spreading()
-    start = reference.get_weights()
-    trainer = hvdtrain.Trainer(model, keras.optimizers.SGD(0.5), CROSS_ENTROPY, backend=world.backend, accumulate=2)
-    trainer.fit((x, y), batch=8 * world.size, shuffle=False, verbose=False)
-    assert world.same_everywhere(flat_bytes(model.get_weights()))
-    with tf.GradientTape() as tape:
-        parts = [slice(first, first + 4) for first in range(0, count - 1, 4)] + [slice(count - 1, count)]
-        total = tf.add_n([tf.reduce_sum(per_sample(y[part], reference(x[part]))) for part in parts]) / count
-    gradients = tape.gradient(total, [v.value for v in reference.trainable_variables])
-    expected = [np.array(w) - 0.5 * np.array(g) for w, g in zip(start, gradients, strict=True)]
-    assert moved(expected, start) >= 1e-2
-    error = relative_error(model.get_weights(), expected)
-    assert error <= 1e-6, f"{error:.2e}"
+    for whole_batch, length in ((True, 4 * world.size), (False, 4)):
+        model, reference = spreading(), spreading()
+        start = reference.get_weights()
+        options = {"backend": world.backend, "accumulate": 2, "whole_batch": whole_batch}
+        trainer = hvdtrain.Trainer(model, keras.optimizers.SGD(0.5), CROSS_ENTROPY, **options)
+        trainer.fit((x, y), batch=8 * world.size, shuffle=False, verbose=False)
+        assert world.same_everywhere(flat_bytes(model.get_weights()))
+        with tf.GradientTape() as tape:
+            parts = [slice(first, min(first + length, count - 1)) for first in range(0, count - 1, length)]
+            parts.append(slice(count - 1, count))
+            total = tf.add_n([tf.reduce_sum(per_sample(y[part], reference(x[part]))) for part in parts]) / count
+        gradients = tape.gradient(total, [v.value for v in reference.trainable_variables])
+        expected = [np.array(w) - 0.5 * np.array(g) for w, g in zip(start, gradients, strict=True)]
+        assert moved(expected, start) >= 1e-2
+        error = relative_error(model.get_weights(), expected)
+        assert error <= 1e-6, f"{whole_batch}: {error:.2e}"
 
 
 class Calls(keras.layers.Layer):
