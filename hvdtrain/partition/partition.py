@@ -266,7 +266,10 @@ class Partition:
             for per in like.per:
                 parts.append(_slice(value, like.dim, offset + self.begin * per, self.count * per))
                 offset = offset + self.total * per
-            return parts[0] if len(parts) == 1 else tf.concat(parts, like.dim)
+            mine = parts[0] if len(parts) == 1 else tf.concat(parts, like.dim)
+            # TensorFlow loses the other dims, by which gradients of what is broadcast are found.
+            mine.set_shape([None if dim == like.dim else size for dim, size in enumerate(value.shape)])
+            return mine
 
     def _gathered(self, tensor: tf.Tensor, kind: Rows) -> tf.Tensor:
         def gather() -> tf.Tensor:

@@ -181,6 +181,8 @@ def _made(
     op = original(op_type, inputs, *args, **options)
     if op_type == "Reshape":
         _set_shape(partition, op.outputs[0], kinds, inputs[1])
+    if op_type == "Tile":
+        _set_tiled(partition, op.outputs[0], *call.inputs)
     for output, kind in zip(op.outputs, kinds, strict=False):
         partition.mark(output, kind)
     if not kinds:
@@ -193,6 +195,16 @@ def _set_shape(partition: Partition, output: tf.Tensor, kinds: list[Any], target
     known = values_of(partition, target)
     if known is not None and not (kinds and isinstance(kinds[0], Rows)):
         output.set_shape([each if isinstance(each, int) and each >= 0 else None for each in known.entries])
+
+
+def _set_tiled(partition: Partition, output: tf.Tensor, tensor: tf.Tensor, counts: tf.Tensor) -> None:
+    """Set the sizes that are known of a repeated tensor, such as the gradient of a sum."""
+    known = values_of(partition, counts)
+    if known is not None and tensor.shape.rank is not None:
+        sizes = zip(tensor.shape, known.entries, strict=True)
+        output.set_shape(
+            [size * count if size is not None and isinstance(count, int) else None for size, count in sizes]
+        )
 
 
 def _follow(partition: Partition, op: Any, inputs: list[Any], options: Any) -> None:
