@@ -147,8 +147,8 @@ def _made(
     partition: Partition, original: Callable[..., Any], op_type: str, *, inputs: list[Any], args: Any, options: Any
 ) -> Any:
     """Make an operation by its rule."""
-    if op_type.startswith("Horovod"):
-        raise StepExchanges(users_line())
+    if op_type.startswith("Horovod") and not any(isinstance(partition.kind(each), Opaque) for each in inputs):
+        raise StepExchanges(users_line())  # a unit's own are part of it, such as those of SyncBatchNormalization
     if not partition.knows(inputs):
         op = original(op_type, inputs, *args, **options)
         _follow(partition, op, inputs, options)

@@ -1,7 +1,7 @@
 """Layers that are computed as a whole, for this rank's rows: their operations are not looked at."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import keras
@@ -36,30 +36,31 @@ def within_units(partition: Partition) -> Iterator[None]:
     def called(layer: Any, *args: Any, **options: Any) -> Any:
         if partition.is_plain or not is_unit(layer):
             return call(layer, *args, **options)
-        given = tf.nest.flatten((args, options))
-        kinds = [partition.kind(each) for each in given]
-        if any(isinstance(kind, Opaque) for kind in kinds) or not any(
-            isinstance(each, tf.Tensor) and each.shape.rank for each in given
-        ):
+        given = [each for each in tf.nest.flatten((args, options)) if isinstance(each, tf.Tensor) and each.shape.rank]
+        if not given or any(isinstance(partition.kind(each), Opaque) for each in given):
             return call(layer, *args, **options)
         partition.cause = f"{type(layer).__name__} {layer.name!r}"
+        like = _rows_of(partition, given)
 
         def opened(each: Any) -> Any:
             if not isinstance(each, tf.Tensor) or not each.shape.rank:
                 return each
             mask = mask_of(each)
-            inner = partition.opened(partition.rows(each, Rows()))
+            inner = partition.whole(each) if like is None else partition.opened(partition.rows(each, like))
             if mask is not None:
                 set_mask(inner, opened(mask))
             return inner
 
         args, options = tf.nest.map_structure(opened, (args, options))
+        if like is None:
+            with replaced(layer, "replicas", _no_replicas) if hasattr(layer, "replicas") else nullcontext():
+                return call(layer, *args, **options)
         outputs = call(layer, *args, **options)
 
         def closed(each: Any) -> Any:
             if not isinstance(partition.kind(each), Opaque):
                 return each
-            outer, mask = partition.closed(each, Rows()), mask_of(each)
+            outer, mask = partition.closed(each, like), mask_of(each)
             if mask is not None:
                 set_mask(outer, closed(mask))
             return outer
@@ -68,3 +69,16 @@ def within_units(partition: Partition) -> Iterator[None]:
 
     with replaced(keras.layers.Layer, "__call__", called):
         yield
+
+
+def _rows_of(partition: Partition, given: Sequence[tf.Tensor]) -> Rows | None:
+    """Return how a unit's inputs are this rank's rows; None: they are whole, or have no samples in dim 0."""
+    found = [kind for each in given if isinstance(kind := partition.kind(each), Rows)]
+    if found:
+        return found[0] if all(each.dim == 0 and each.aligned(found[0]) for each in found) else None
+    is_batch = isinstance(partition.total, int) and all(each.shape[0] == partition.total for each in given)
+    return Rows() if is_batch else None
+
+
+def _no_replicas() -> None:
+    """Return the collectives of a layer whose inputs all ranks have."""

@@ -459,3 +459,31 @@ def check_a_step_of_an_own_loop_sees_the_whole_batch(world: World) -> None:
         in_python(mine)
     with refused("[samples, …] alone", ConfigError):
         sum_of_squares(tf.constant(1.0))
+
+
+def check_layers_take_any_rows_of_samples(world: World) -> None:
+    with computing_in("float64"):
+        keras.utils.set_random_seed(2)
+        recurrent, plain, normalized = layers.LSTM(2), layers.BatchNormalization(), hvdtrain.SyncBatchNormalization()
+        everything = SEQUENCES[:5, :4]
+        mine = everything[5 * world.rank // world.size : 5 * (world.rank + 1) // world.size]
+        for layer, shape in ((recurrent, (None, 4, 3)), (plain, (None, 3)), (normalized, (None, 3))):
+            layer.build(shape)
+
+        def step(normalization: Any, x: Any) -> Any:
+            with tf.GradientTape() as tape:
+                of_each_two = recurrent(tf.reshape(x, [-1, 2, 3]))
+                of_positions = recurrent(tf.transpose(x, [1, 0, 2]))
+                of_both = normalization(tf.concat([x[:, 0], x[:, 1]], 0), training=True)
+                whole = normalization(tf.cumsum(x[:, 2], 0), training=True)
+                found = [tf.reduce_sum(each**3) for each in (of_each_two, of_positions, of_both, whole)]
+                total = tf.add_n(found)
+            variables = [*recurrent.trainable_variables, *normalization.trainable_variables]
+            return found, tape.gradient(total, [each.value for each in variables])
+
+        right = step(plain, tf.constant(everything))
+        found = hvdtrain.whole_batch(lambda x: step(normalized, x))(mine)
+        for one, other in zip(tf.nest.flatten(found), tf.nest.flatten(right), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-10)
+        for one, other in zip(normalized.get_weights(), plain.get_weights(), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-9)
