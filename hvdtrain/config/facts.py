@@ -72,7 +72,9 @@ class Facts:
     repeated_step: str | None = fact(
         "a train_step that applies gradients several times, or reads what it has updated",
         "the train_step of {}, which applies gradients several times, or reads what it has updated",
-        excludes("sync_layer", why="gradients of its statistics would be weighted by another rank's samples"),
+        excludes(
+            "sync_layer", why="without whole_batch, gradients of its statistics are weighted by other ranks' samples"
+        ),
         excludes("divided_layer", why="a rank without samples would count in the gradients of the others"),
         excludes("cp", "split", why="ranks have partial gradients"),
     )

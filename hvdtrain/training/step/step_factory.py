@@ -334,6 +334,8 @@ class KerasStepFactory:
             self._exchange = None
             return
         facts = model_facts(job_facts(self._backend), self._model)
+        if self._options.whole_batch and has_rows(batch) and (self._backend.size == 1 or self._sees_whole_batch()):
+            facts = replace(facts, sync_layer="")  # its gradients are those of the whole batch, too
         check(self._options, facts=replace(facts, repeated_step=type(self._model).__name__))
         exchange = self._exchanging()
 

@@ -199,7 +199,11 @@ def test_an_optimizer_of_several_is_refused_on_servers_and_by_slowmo(options, sa
         ),
         (OwnStepTwice, {"jit": True}, "jit does not go with the train_step of OwnStepTwice"),
         (OwnStepTwice, {"zero": 1}, "zero=1 does not go with the train_step of OwnStepTwice, which applies gradients"),
-        (OwnStepOfNorms, {}, "the train_step of OwnStepOfNorms.* does not go with SyncBatchNormalization"),
+        (
+            OwnStepOfNorms,
+            {"whole_batch": False},
+            "the train_step of OwnStepOfNorms.* does not go with SyncBatchNormalization",
+        ),
     ],
 )
 def test_a_step_that_applies_gradients_several_times_takes_few_options(kind, options, said):
