@@ -27,6 +27,7 @@ from hvdtrain.state.train_state import TrainState
 from hvdtrain.state.variables import as_written, path_of, unwrap
 from hvdtrain.training.options import StepOptions
 from hvdtrain.training.step.batches import applies_nothing, counts_of, number_of_samples, take_train_step
+from hvdtrain.training.step.fetch_notes import FetchNotes
 from hvdtrain.training.step.finite import zero_if_finite
 from hvdtrain.training.step.logs import StepLogs
 from hvdtrain.training.step.loss_terms import LossTerms, trained_ids
@@ -34,7 +35,6 @@ from hvdtrain.training.step.patches import offset_seeds, replaced
 from hvdtrain.training.step.placeholder import kept_statistics, updated_statistics
 from hvdtrain.training.step.train_step import ReplicaStep
 from hvdtrain.training.step.whole_batch import (
-    FetchNotes,
     as_applied,
     opened,
     samples_of_batch,

@@ -45,6 +45,7 @@ from hvdtrain.training.step.eligibility import (
     sees_whole_batch,
     warning_of_own_parts,
 )
+from hvdtrain.training.step.fetch_notes import FetchNotes
 from hvdtrain.training.step.forward_backward import ForwardBackward
 from hvdtrain.training.step.logs import StepLogs
 from hvdtrain.training.step.optimizers import (
@@ -57,7 +58,7 @@ from hvdtrain.training.step.optimizers import (
 )
 from hvdtrain.training.step.own_code import has_own_code
 from hvdtrain.training.step.train_step import TrainStep
-from hvdtrain.training.step.whole_batch import FetchNotes, WholeBatchPass
+from hvdtrain.training.step.whole_batch import WholeBatchPass
 from hvdtrain.training.update_rules.base import UpdateRule
 from hvdtrain.training.update_rules.select import update_rule_for
 

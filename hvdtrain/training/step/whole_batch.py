@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
@@ -16,16 +15,15 @@ from hvdtrain.layers.sync_batch_norm import replicas_of, sync_layers
 from hvdtrain.partition.gradients import part_of_gradient
 from hvdtrain.partition.kinds import Part, Rows
 from hvdtrain.partition.partition import Partition, unfolded
-from hvdtrain.partition.report import explained, gathered_bytes
 from hvdtrain.partition.step import open_rows, partition_of
 from hvdtrain.partition.tracing import traced
 from hvdtrain.partition.units import is_unit
 from hvdtrain.runtime.guarded import guarded
-from hvdtrain.runtime.logs import LOGGER
 from hvdtrain.state.structure import statistics_of
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.step.batches import keras_data, number_of_samples
 from hvdtrain.training.step.contract import LocalGradients, Parameters
+from hvdtrain.training.step.fetch_notes import FetchNotes
 from hvdtrain.training.step.finite import zero_if_finite
 from hvdtrain.training.step.forward_backward import AppliedGradients, called_as
 from hvdtrain.training.step.logs import StepLogs
@@ -111,48 +109,6 @@ def settled_results(partition: Partition, logs: StepLogs, returned: Any) -> Any:
         return partition.part(tf.convert_to_tensor(value))
 
     return part("", returned)
-
-
-@dataclass
-class FetchNotes:
-    """Says once, on the primary, what a step fetches from other ranks, if it is much, or all of it."""
-
-    backend: Backend
-    step: str
-    parameters: Sequence[tf.Variable]
-    explain: bool
-    _said: bool = False
-
-    def note(self, partition: Partition, batch: Batch) -> None:
-        """Take what a traced step fetches."""
-        if self._said or not self.backend.primary:
-            return
-        self._said = True
-        if self.explain:
-            lines = explained(partition.fetches) or ["nothing"]
-            LOGGER.info("\n  ".join([f"{self.step} fetches from other ranks:", *lines]))
-            return
-        exchanged = sum(int(v.shape.num_elements() or 0) * v.dtype.size for v in self.parameters)
-        each = gathered_bytes(partition.fetches)
-        samples = 1 if tf.is_tensor(batch.global_samples) else int(batch.global_samples)
-        if each * samples <= MUCH * exchanged:
-            return
-        lines = [line for line in explained(partition.fetches) if "gathered" in line][:MOST_LINES]
-        LOGGER.warning(
-            "\n  ".join(
-                [
-                    f"{self.step} needs samples of other ranks, more than a tenth of what gradients take:",
-                    *lines,
-                    "Operations along other dims than the samples need none; whole_batch=False computes with each "
-                    "rank's own samples alone. explain_step=True lists all.",
-                ]
-            )
-        )
-
-
-MUCH = 0.1
-"""Part of the gradients' bytes that a step may fetch without a word."""
-MOST_LINES = 5
 
 
 class WholeBatchPass:
