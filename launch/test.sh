@@ -122,7 +122,7 @@ cat "$report/static.log"
 # The ranks of a battery fill the machine; of commands and scripts, which wait a third of the time, three run at once.
 battery=(tests/distributed/test_battery.py tests/distributed/test_worlds.py)
 tests "distributed checks" "${which[@]}" "${battery[@]}"
-tests "commands and scripts" "${which[@]}" -n 3 --dist loadgroup tests/entry tests/chaos tests/distributed "${battery[@]/#/--ignore=}"
+tests "commands and scripts" "${which[@]}" -n 3 --dist loadgroup tests/entry tests/chaos tests/keras_io tests/distributed "${battery[@]/#/--ignore=}"
 if [ -z "${which[*]}" ]; then
     tests "several hosts" tests/clusters
     section "exact resume" python -m tests.exact_resume
