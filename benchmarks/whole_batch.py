@@ -59,8 +59,7 @@ def _fit(fit: Callable[..., Any], x: Any, **batch: int) -> Callable[[], Any]:
 def _fetches(found: list[int], batch: int) -> Any:
     """Return a context in which steps that are traced note the bytes that they fetch."""
     from hvdtrain.compat.replaced import replaced
-    from hvdtrain.partition.report import bytes_of
-    from hvdtrain.training.step.whole_batch import FetchNotes
+    from hvdtrain.training.step.fetch_notes import FetchNotes, bytes_of
 
     def note(notes: Any, partition: Any, of: Any) -> None:
         share = batch // partition.collectives.size

@@ -54,7 +54,7 @@ class FetchNotes:
         )
 
 
-def _bytes_of(fetch: Fetch) -> int:
+def bytes_of(fetch: Fetch) -> int:
     """Return the size of what a rank sends: of a sample where rows are gathered, else of all."""
     elements = 1
     for size in fetch.shape.as_list() if fetch.shape.rank is not None else ():
@@ -66,7 +66,7 @@ def _explained(fetches: Sequence[Fetch]) -> list[str]:
     """Return a line for each place of the user's code that needs other ranks' samples, the largest first."""
     sizes: dict[tuple[str, str, bool], int] = defaultdict(int)
     for each in fetches:
-        sizes[each.cause, each.line, each.gathers] += _bytes_of(each)
+        sizes[each.cause, each.line, each.gathers] += bytes_of(each)
     found = sorted(sizes.items(), key=lambda item: (not item[0][2], -item[1]))
     return [
         f"{_size(size)}{' a sample' if gathers else ''} {'gathered' if gathers else 'summed'} for {cause}{_at(line)}"
@@ -76,7 +76,7 @@ def _explained(fetches: Sequence[Fetch]) -> list[str]:
 
 def _gathered_bytes(fetches: Sequence[Fetch]) -> int:
     """Return the bytes of a sample that travel to all ranks."""
-    return sum(_bytes_of(each) for each in fetches if each.gathers)
+    return sum(bytes_of(each) for each in fetches if each.gathers)
 
 
 def _size(count: float) -> str:
