@@ -91,7 +91,7 @@ def traced(partition: Partition, *, sums: Collection[tf.Variable] = ()) -> Itera
 
     graph = tf.compat.v1.get_default_graph()
     graph.add_to_collection(_PARTITION, partition)
-    function = type(tf.function(_nothing))
+    function = type(tf.function(lambda: None))
 
     def inlined(called: Any, *args: Any, **options: Any) -> Any:
         return converted_function(called)(*args, **options)
@@ -134,10 +134,6 @@ def unseen() -> Iterator[None]:
     partition = partition_here()
     with nullcontext() if partition is None else partition.plain():
         yield
-
-
-def _nothing() -> None:
-    pass
 
 
 _PARTITION = "hvdtrain/partition"
