@@ -1,7 +1,7 @@
 """Private names of TensorFlow, imported only where a function needs it."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, SimpleNamespace
@@ -46,20 +46,6 @@ def copy_op(op: Any, inputs: Sequence[Any]) -> Any:
         return op.graph._create_op_internal(
             op.type, inputs, [output.dtype for output in op.outputs], attrs=attributes, op_def=op.op_def
         )
-
-
-def not_only_read(graph: Any, variables: Iterable[Any]) -> list[Any]:
-    """Return those of `variables` that the graph of a compiled function does not only read, as far as is known.
-
-    Assumes `get_read_only_resource_input_indices_graph` in tensorflow.python.framework, that `FuncGraph.captures` has a
-    variable's handle and the input for it, and that those of a tf.distribute strategy are no `BaseResourceVariable`.
-    """
-    from tensorflow.python.framework.auto_control_deps_utils import get_read_only_resource_input_indices_graph
-    from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
-
-    inputs = {id(graph.inputs[index]) for index in get_read_only_resource_input_indices_graph(graph)}
-    read = {id(handle) for handle, inner in graph.captures if id(inner) in inputs}
-    return [each for each in variables if not (isinstance(each, BaseResourceVariable) and id(each.handle) in read)]
 
 
 def unique_id(variable: Any) -> str:

@@ -153,11 +153,6 @@ class StepLogs:
         flat = self._flat(logs).items()
         return {name: value for name, value in flat if id(value) not in seen and not _is_variable(value)}
 
-    def own_numbers(self, logs: Mapping[str, Any]) -> dict[str, tf.Tensor]:
-        """Return the floating-point tensors among `own_values`."""
-        own = self.own_values(logs).items()
-        return {name: value for name, value in own if tf.is_tensor(value) and value.dtype.is_floating}
-
     def results(self, role: str, *, keep: bool = False) -> Results:
         """Return the global results. Collective. The metrics' variables are unchanged, or `keep` the global sums."""
         with self._summed(role, keep=keep) as others:

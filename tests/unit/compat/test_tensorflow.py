@@ -256,25 +256,6 @@ def tells_variables_apart():
     assert len(ids) == 2
 
 
-@CONTRACTS.of(compat.not_only_read)
-def tells_what_a_function_may_assign():
-    read, looked_up, assigned, counted, elsewhere = (tf.Variable([1.0]) for _ in range(5))
-
-    @tf.function
-    def inner():
-        if read[0] > 0:
-            counted.assign_add([1.0])
-        return tf.gather(looked_up, [0])
-
-    @tf.function
-    def outer():
-        assigned.assign(read + inner())
-
-    variables = [read, looked_up, assigned, counted, elsewhere]
-    found = compat.not_only_read(outer.get_concrete_function().graph, variables)
-    assert [id(each) for each in found] == [id(assigned), id(counted), id(elsewhere)]
-
-
 @CONTRACTS.of(compat.is_resource_variable)
 def knows_resource_variables():
     assert compat.is_resource_variable(tf.Variable(1.0))
