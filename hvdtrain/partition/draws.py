@@ -41,23 +41,9 @@ def draw(call: Call) -> "Made | Outputs | Finished":
         begun = first % each
         low = counter[0] + tf.cast(first // each, tf.uint64)
         moved = tf.stack([low, *tf.unstack(counter[1:], num=counter.shape[0] - 1)])
-        options = (
-            {"minval": bounds[0], "maxval": bounds[1]}
-            if call.type == "StatelessRandomUniformIntV2"
-            else {"dtype": dtype}
-        )
-        flat = _MAKERS[call.type](
-            shape=tf.expand_dims(begun + rows * inner, 0), key=key, counter=moved, alg=alg, **options
-        )
+        options = {"minval": bounds[0], "maxval": bounds[1]} if bounds else {"dtype": dtype}
+        drawn = tf.expand_dims(begun + rows * inner, 0)
+        flat = getattr(tf.raw_ops, call.type)(shape=drawn, key=key, counter=moved, alg=alg, **options)
         value = tf.reshape(flat[begun:], p.local_shape(shape))
-        static = [None, *(size if isinstance(size, int) else None for size in wanted.entries[1:])]
-        value.set_shape(static)
+        value.set_shape([None, *(size if isinstance(size, int) else None for size in wanted.entries[1:])])
     return Outputs([value], [like])
-
-
-_MAKERS = {
-    "StatelessRandomUniformV2": tf.raw_ops.StatelessRandomUniformV2,
-    "StatelessRandomNormalV2": tf.raw_ops.StatelessRandomNormalV2,
-    "StatelessRandomUniformIntV2": tf.raw_ops.StatelessRandomUniformIntV2,
-    "StatelessRandomUniformFullIntV2": tf.raw_ops.StatelessRandomUniformFullIntV2,
-}

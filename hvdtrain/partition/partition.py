@@ -206,6 +206,12 @@ class Partition:
             tensor, lambda: tf.identity(tensor), like, lambda gradient: self.opened(self.rows(gradient, like))
         )
 
+    def zero_of_none(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Return a part of a sum over this rank's rows, which is zero if there are none."""
+        return self._convert(
+            tensor, lambda: tf.where(self.count > 0, tensor, tf.zeros_like(tensor)), Part(), lambda gradient: gradient
+        )
+
     def share(self, dtype: tf.DType) -> tf.Tensor:
         """Return this rank's part of the samples."""
         with self.plain():

@@ -52,8 +52,6 @@ def reshape(call: Call) -> Made:
     """Reshape: rows stay rows where a dim of the result counts those of each sample."""
     p, kind = call.partition, call.kinds[0]
     tensor, target = call.inputs[0], p.whole(call.inputs[1])
-    if isinstance(kind, Part):
-        return [tensor, target], [kind]
     wanted = values_of(p, target)
     if not isinstance(kind, Rows) or tensor.shape.rank is None or wanted is None or wanted.scalar:
         return whole(call)
@@ -161,9 +159,7 @@ def _times_behind(
 
 def transpose(call: Call) -> Made:
     """Permute dims."""
-    p, kind, order = call.partition, call.kinds[0], static(call.partition, call.inputs[1])
-    if isinstance(kind, Part):
-        return [call.inputs[0], p.whole(call.inputs[1])], [kind]
+    kind, order = call.kinds[0], static(call.partition, call.inputs[1])
     if not isinstance(kind, Rows) or order is None:
         return whole(call)
     return call.inputs, [kind.at([each % len(order) for each in order].index(kind.dim))]
@@ -171,10 +167,7 @@ def transpose(call: Call) -> Made:
 
 def expand_dims(call: Call) -> Made:
     """Insert a dim of one."""
-    p, kind, axis = call.partition, call.kinds[0], static(call.partition, call.inputs[1])
-    if isinstance(kind, Part):
-        return [call.inputs[0], p.whole(call.inputs[1])], [kind]
-    rank = call.inputs[0].shape.rank
+    kind, axis, rank = call.kinds[0], static(call.partition, call.inputs[1]), call.inputs[0].shape.rank
     if not isinstance(kind, Rows) or axis is None or rank is None:
         return whole(call)
     return call.inputs, [kind.at(kind.dim + (axis[0] % (rank + 1) <= kind.dim))]
@@ -183,8 +176,6 @@ def expand_dims(call: Call) -> Made:
 def squeeze(call: Call) -> "Made | Outputs":
     """Leave out dims of one, but not that of a single row."""
     kind, tensor = call.kinds[0], call.inputs[0]
-    if isinstance(kind, Part):
-        return call.inputs, [kind]
     if not isinstance(kind, Rows) or tensor.shape.rank is None:
         return whole(call)
     dims = [each % tensor.shape.rank for each in call.attrs["squeeze_dims"].list.i]
@@ -266,15 +257,12 @@ def _split(call: Call, *, tensor: int, axis: int, count: int) -> Made:
 def tile(call: Call) -> Made:
     """Repeat a tensor: along the rows, each copy is a segment."""
     p, kind, counts = call.partition, call.kinds[0], static(call.partition, call.inputs[1])
-    if isinstance(kind, Part):
-        return [call.inputs[0], p.whole(call.inputs[1])], [kind]
+    known = values_of(p, call.inputs[1])
     if not isinstance(kind, Rows):
-        known = values_of(p, call.inputs[1])
         if kind is None and known is not None and len(known.counts) == 1 and call.inputs[0].shape[known.counts[0]] == 1:
             dim = known.counts[0]
             return [call.inputs[0], p.local_shape(call.inputs[1])], [Rows(dim, known.entries[dim].per)]  # type: ignore[union-attr]
         return whole(call)
-    known = values_of(p, call.inputs[1])
     if counts is None and known is not None and known.entries[kind.dim] == 1 and not known.counts:
         return call.inputs, [kind]
     if counts is None:

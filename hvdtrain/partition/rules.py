@@ -6,6 +6,7 @@ right and only costs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
@@ -103,8 +104,22 @@ def of_slices(call: Call) -> Made:
     return inputs, [SLICE]
 
 
-def unit(rule: Rule) -> Rule:
-    """Return the rule of operations whose gradients are computed by operations that need no look, either."""
+def moving(rule: Rule) -> Rule:
+    """Return the rule of operations that move or repeat elements of their first input: of a part, they give a part."""
+
+    def rule_of_rows(call: Call) -> "Made | Outputs | Finished":
+        if not isinstance(call.kinds[0], Part):
+            return rule(call)
+        return [call.inputs[0], *map(call.partition.whole, call.inputs[1:])], [call.kinds[0]]
+
+    return rule_of_rows
+
+
+def unit(rule: Rule, *, never_empty: bool = False) -> Rule:
+    """Return the rule of operations whose gradients are computed by operations that need no look, either.
+
+    Those that are `never_empty` are given a row of zeros where a rank has none.
+    """
 
     def apart(call: Call) -> "Made | Outputs | Finished":
         p, made = call.partition, rule(call)
@@ -118,11 +133,40 @@ def unit(rule: Rule) -> Rule:
             for output in op.outputs:
                 p.mark(output, OPAQUE)
             record_gradient_of(op)
-            return [p.closed(each, kind) for each, kind in zip(op.outputs, kinds, strict=False)]  # type: ignore[arg-type]
+            pairs: Any = zip(op.outputs, kinds, strict=False)
+            return [p.closed(_unfilled(p, each, kind) if never_empty else each, kind) for each, kind in pairs]
 
-        return Finished([p.opened(each) if isinstance(p.kind(each), Rows) else each for each in inputs], closed)
+        def opened(tensor: tf.Tensor) -> tf.Tensor:
+            kind = p.kind(tensor)
+            if not isinstance(kind, Rows):
+                return tensor
+            return _filled(p.opened(tensor), kind.dim) if never_empty else p.opened(tensor)
+
+        return Finished([opened(each) for each in inputs], closed)
 
     return apart
+
+
+def zero_of_none(rule: Rule) -> Rule:
+    """Return the rule of sums over the rows that TensorFlow does not set where there are none."""
+
+    def set_by(call: Call) -> "Made | Outputs | Finished":
+        made = rule(call)
+        if isinstance(made, Outputs | Finished) or Part() not in made[1]:
+            return made
+        return Finished(made[0], lambda op: [call.partition.zero_of_none(record_gradient_of(op).outputs[0])])
+
+    return set_by
+
+
+def _filled(tensor: tf.Tensor, dim: int) -> tf.Tensor:
+    """Return a tensor of a unit with a row of zeros along `dim` if it has none."""
+    more = tf.one_hot(dim, tensor.shape.rank, tf.maximum(1 - tf.shape(tensor)[dim], 0), 0)
+    return tf.pad(tensor, tf.stack([tf.zeros_like(more), more], 1))
+
+
+def _unfilled(p: Partition, tensor: tf.Tensor, kind: Rows) -> tf.Tensor:
+    return tensor[(*[slice(None)] * kind.dim, slice(p.local_length(kind.per)))]
 
 
 def linear_parts(call: Call) -> list[int]:
@@ -176,11 +220,14 @@ def additive(call: Call) -> Made:
 
 def multiplicative(call: Call) -> Made:
     """Multiply: one factor may be a part."""
-    p, kinds = call.partition, call.kinds
-    parts = linear_parts(call)
-    if any(isinstance(each, Rows) for each in kinds) or not parts:
+    if any(isinstance(each, Rows) for each in call.kinds) or not linear_parts(call):
         return elementwise(call)
-    kept = parts[0]
+    return _of_one_part(call)
+
+
+def _of_one_part(call: Call) -> Made:
+    """Multiply a part by what is whole."""
+    p, kept = call.partition, linear_parts(call)[0]
     return [p.part(each) if index == kept else p.whole(each) for index, each in enumerate(call.inputs)], [Part()]
 
 
@@ -234,36 +281,20 @@ def ones(call: Call) -> "Made | Outputs":
     return (call.inputs, [kind]) if isinstance(kind, Rows) else (call.inputs, [])
 
 
-def by_sample(dims: int, outputs: int = 4) -> Rule:
-    """Return the rule of operations on the last `dims` dims, alike for all others; all inputs have them."""
-
-    def rule(call: Call) -> Made:
-        p, kinds = call.partition, call.kinds
-        found = [(each, kind) for each, kind in zip(call.inputs, kinds, strict=True) if isinstance(kind, Rows)]
-        ranks = {each.shape.rank for each in call.inputs if each.shape.rank}
-        if not found or None in ranks or len({each.shape.rank for each, _ in found}) != 1:
-            return whole(call)
-        tensor, like = found[0]
-        rank = tensor.shape.rank
-        if like.dim >= rank - dims:
-            return whole(call)
-        inputs = [p.rows(each, like) if each.shape.rank == rank else p.whole(each) for each in call.inputs]
-        return inputs, [like] * outputs
-
-    return rule
-
-
-def stacked(dims: Sequence[int]) -> Rule:
+def stacked(*dims: int) -> Rule:
     """Return the rule of operations on stacks: of each of the first inputs, the last `dims`; the others are whole."""
 
     def rule(call: Call) -> Made:
-        p, kinds = call.partition, call.kinds
-        like = next((each for each in kinds[: len(dims)] if isinstance(each, Rows)), None)
-        ranks = [each.shape.rank for each in call.inputs[: len(dims)]]
-        if like is None or None in ranks or any(like.dim >= rank - own for rank, own in zip(ranks, dims, strict=True)):
+        p, ranks = call.partition, [each.shape.rank for each in call.inputs[: len(dims)]]
+        if None in ranks:
             return whole(call)
-        held = [p.rows(each, like) for each in call.inputs[: len(dims)]]
-        return [*held, *map(p.whole, call.inputs[len(dims) :])], [like]
+        stacks = [rank - own for rank, own in zip(ranks, dims, strict=True)]
+        most, pairs = max(stacks), list(zip_longest(call.inputs, stacks))
+        like = next((kind for each, stack in pairs if stack == most and isinstance(kind := p.kind(each), Rows)), None)
+        # Those with fewer dims are stretched over the rows.
+        if like is None or like.dim >= most or any(0 < most - each <= like.dim for each in stacks):
+            return whole(call)
+        return [p.rows(each, like) if stack == most else p.whole(each) for each, stack in pairs], [like] * 4
 
     return rule
 
@@ -295,13 +326,9 @@ def reduction(kind: Reduction) -> Rule:
 def contraction(call: Call, labels: Sequence[Sequence[Any]], result: Sequence[Any]) -> Made:
     """Multiply and contract tensors whose dims have labels: a contraction over rows gives a part."""
     p, kinds = call.partition, call.kinds
-    parts = linear_parts(call)
     split = [labels[index][kind.dim] for index, kind in enumerate(kinds) if isinstance(kind, Rows)]
     if not split:
-        if not parts:
-            return whole(call)
-        kept = parts[0]
-        return [p.part(each) if index == kept else p.whole(each) for index, each in enumerate(call.inputs)], [Part()]
+        return _of_one_part(call) if linear_parts(call) else whole(call)
     # A label that two inputs share; else that of the first.
     label = next((each for each in split if split.count(each) > 1), split[0])
     like = next(kind for index, kind in enumerate(kinds) if isinstance(kind, Rows) and labels[index][kind.dim] == label)

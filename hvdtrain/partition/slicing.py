@@ -15,8 +15,6 @@ from hvdtrain.partition.sizes import static, total, values_of
 def strided_slice(call: Call) -> "Made | Outputs":
     """Slice dims: the rows stay whole, or segments of them are taken."""
     p, kind = call.partition, call.kinds[0]
-    if isinstance(kind, Part):
-        return [call.inputs[0], *map(p.whole, call.inputs[1:])], [kind]
     if not isinstance(kind, Rows) or call.inputs[0].shape.rank is None:
         return whole(call)
     found = _place_in_slice(call, kind.dim)
@@ -145,9 +143,7 @@ def strided_slice_gradient(call: Call) -> Made:
     bounds = _bounds(per)
     first = 0 if masks[0] else _position(_entry(begins, index), bounds)
     last = len(per) if masks[1] else _position(_entry(ends, index), bounds)
-    if first is None or last is None:
-        return whole(call)
-    if begins is None or ends is None:
+    if first is None or last is None or begins is None or ends is None:
         return whole(call)
     inputs[1], inputs[2] = (_bound(p, call.inputs[place], index, per[:end]) for place, end in ((1, first), (2, last)))
     return inputs, [Rows(dim, per)]
@@ -157,8 +153,6 @@ def slice_of(call: Call) -> Made:
     """Slice by begins and sizes: the rows stay whole, or segments of them are taken."""
     p, kind = call.partition, call.kinds[0]
     begins, sizes = (values_of(p, each) for each in call.inputs[1:3])
-    if isinstance(kind, Part):
-        return [call.inputs[0], *map(p.whole, call.inputs[1:])], [kind]
     if not isinstance(kind, Rows) or begins is None or sizes is None:
         return whole(call)
     begin, rows = begins.entries[kind.dim], sizes.entries[kind.dim]

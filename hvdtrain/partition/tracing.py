@@ -75,7 +75,6 @@ def traced(partition: Partition, *, sums: Collection[tf.Variable] = ()) -> Itera
         return original(graph, partition.whole(tensor), *args, **options)
 
     gradient = active(tf.GradientTape, "gradient")
-
     enter = active(tf.GradientTape, "__enter__")
 
     def entered(tape: Any) -> Any:

@@ -16,7 +16,6 @@ from tests.distributed.worlds import worlds
 from tests.distributed.zoo.operations import FAILS, OnRank, kinds_on_page
 
 UNTRIED = {"NoOp", "Assert", "Rank", "ResourceGather"} | {
-    "MaxPool3DGradGrad",
     "MaxPoolGradGrad",
     "OnesLike",
     "SoftplusGrad",
@@ -86,11 +85,12 @@ def check_second_gradients_have_the_values_of_one_process(world: World) -> None:
 @worlds("mpirun-2", "gloo-4", extended=True, why="all functions of keras.ops and keras.random")
 def check_functions_of_keras_have_the_values_of_one_process(world: World) -> None:
     failures = {}
+    samples = 5 if world.size == 2 else 3  # of four ranks, one has none
     with computing_in("float64"):
         for cases in (OPERATIONS, OVER_BATCH):
             raising = kinds_on_page(FAILS, over_batch=cases is OVER_BATCH)
             for name, case in cases.items():
                 if name not in raising:
-                    failures[name] = _failure(world, case, samples=5, met=set(), gathers=False)
+                    failures[name] = _failure(world, case, samples=samples, met=set(), gathers=False)
     wrong = {name: why for name, why in failures.items() if why is not None}
     assert not wrong, "\n\n".join(f"{name}: {why}" for name, why in wrong.items())
