@@ -316,7 +316,9 @@ class _Taken(AppliedGradients):
         if not self._weighs_upstream(target, sources, given):
             return given
         self._is_weighted = True
-        return tf.nest.map_structure(lambda each: tf.cast(self._share(), each.dtype), target)
+        return tf.nest.map_structure(
+            lambda each: tf.broadcast_to(tf.cast(self._share(), each.dtype), tf.shape(each)), target
+        )
 
     def _weighs_upstream(self, target: Any, sources: Sequence[Any], output_gradients: Any) -> bool:
         """Return whether the weight of this pass is the upstream gradient of its loss, and no factor of the gradients.
@@ -336,7 +338,7 @@ class _Taken(AppliedGradients):
         original = active(tracker, "update_state")
 
         def update_state(loss: Any, sample_weight: Any = None) -> None:
-            self.loss = loss
+            self.loss = tf.reduce_mean(loss) if len(loss.shape) else loss  # as the tracker has it
             if self._terms.weight is None:
                 original(loss, sample_weight=sample_weight)
 

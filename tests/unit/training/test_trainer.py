@@ -476,6 +476,36 @@ def test_layers_that_call_does_not_reach_are_trained_as_by_keras(evaluates_first
     assert found.history["loss"] == pytest.approx(theirs.history["loss"], rel=1e-5)
 
 
+class LossOfEach(keras.Sequential):
+    """Has one for each sample, whose gradients TensorFlow adds up."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return tf.nn.softmax_cross_entropy_with_logits(tf.one_hot(y, 3), y_pred)
+
+
+class LossOfEachInStep(LossOfEach):
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(data[0], data[1], self(data[0], training=True))
+        self.optimizer.apply_gradients(
+            zip(tape.gradient(loss, self.trainable_variables), self.trainable_variables, strict=True)
+        )
+        return {"loss": tf.reduce_mean(loss)}
+
+
+@pytest.mark.parametrize("kind", [LossOfEach, LossOfEachInStep])
+def test_a_loss_of_several_numbers_is_differentiated_as_by_keras(kind):
+    models = []
+    for _ in range(2):
+        keras.utils.set_random_seed(0)
+        models.append(kind([keras.Input(X.shape[1:]), keras.layers.Dense(3)]))
+        models[-1].compile(keras.optimizers.SGD(0.01))
+    theirs = models[0].fit(X, Y, batch_size=10, epochs=2, shuffle=False, verbose=0)
+    found = Trainer(models[1]).fit(X, Y, batch=10, epochs=2, shuffle=False, verbose=0)
+    assert_equal_weights(models[1], models[0].get_weights())
+    np.testing.assert_allclose(found.history["loss"], theirs.history["loss"], rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
