@@ -233,3 +233,18 @@ def _spec_of_any_length(value: Any) -> Any:
     if isinstance(value, tf.RaggedTensor):
         return tf.RaggedTensorSpec(shape, value.dtype, value.ragged_rank, value.row_splits.dtype)
     return tf.TensorSpec(shape, value.dtype)
+
+
+def specs_of_all(batch: Batch, parts: int = 1) -> Batch:
+    """Return specs of the samples of all replicas, or of one of `parts` equal parts of them, none ragged or sparse."""
+    mine, total = int(rows_of(samples_in(batch))), int(batch.global_samples)
+
+    def spec(tensor: Any) -> tf.TensorSpec:
+        shape = tf.TensorShape(tensor.shape)
+        # Of two zipped datasets each replica has equal slices, of a length of their own.
+        rows = [-(-shape[0] * total // (mine * parts)), *shape[1:]] if shape.rank else shape
+        return tf.TensorSpec(rows, tensor.dtype)
+
+    fields = (batch.inputs, batch.targets, batch.sample_weight)
+    inputs, targets, weights = (map_tensors(spec, each) for each in fields)
+    return batch._replace(inputs=inputs, targets=targets, sample_weight=weights)

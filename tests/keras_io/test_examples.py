@@ -16,8 +16,9 @@ EVERYDAY = (
     "variational_autoencoder",
     "momentum_contrast",
     "deep_q_network",
+    "whole_graph_features",
 )
-"""One by its kind: a step with a validation, a layer with a loss, draws, states of a step's own, a loop."""
+"""One by its kind: a step with a validation, a layer with a loss, draws, own states, a loop, all samples at once."""
 TEXT = PAGE.read_text(encoding="utf-8")
 
 

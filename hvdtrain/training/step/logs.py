@@ -29,7 +29,9 @@ class Figure(NamedTuple):
     key: tuple[str, ...]
     """Where the value lies in a result that is a dict, perhaps of dicts."""
     sums: tf.Variable | None
-    """[2], for other tensors: this replica's sum of value x samples, and of samples."""
+    """[values + 1], for other tensors: this replica's sums of value x samples, and of samples."""
+    shape: tf.TensorShape = tf.TensorShape([])
+    """That of other tensors, of which the first dim may be unknown."""
     variable: tf.Variable | None = None
     """A returned variable, such as a learning rate, which is read when it is shown, as after the step."""
 
@@ -45,8 +47,14 @@ class Figure(NamedTuple):
         assert self.sums is not None, "not of a metric"
         if self.variable is None:
             return self.sums.read_value()
-        samples = self.sums[1]
-        return tf.stack([tf.math.multiply_no_nan(tf.cast(self.variable, tf.float64), samples), samples])
+        samples = self.sums[-1]
+        sums = tf.math.multiply_no_nan(tf.cast(self.variable, tf.float64), samples)
+        return tf.concat([tf.reshape(sums, [-1]), [samples]], 0)
+
+    def mean(self, sums: tf.Tensor) -> tf.Tensor:
+        """Return the value of which these are `sums` over the replicas."""
+        value = tf.math.divide_no_nan(sums[:-1], sums[-1])
+        return tf.reshape(value, [-1, *self.shape[1:]] if self.shape.rank else [])
 
 
 class Results(NamedTuple):
@@ -119,21 +127,25 @@ class StepLogs:
             The loss; without one, all results named as losses, or else everything.
 
         Raises:
-            ConfigError: not a dict of single values.
+            ConfigError: not a dict of numbers, or several of them for one name where each replica, or microbatch, has
+                other samples.
         """
         values = {name: self._figure(name, value) for name, value in self._flat(logs).items()}
         self._figures = {name: figure for name, (_, figure) in values.items()}
         self._of_epoch = self._figures_of_epoch(logs)
-        for value, figure in values.values():
+        for name, (value, figure) in values.items():
             if figure.sums is not None:
                 weight = tf.cast(samples, tf.float64)
                 factor = weight if whole is None else whole
-                mine = tf.stack([tf.math.multiply_no_nan(tf.cast(value, tf.float64), factor), weight])
-                self._count(figure.sums, mine, first=first)
+                if value.shape.rank and not (first and (whole is not None or not self._counted_apart())):
+                    raise self._no_number(name, value)
+                mine = tf.reshape(tf.math.multiply_no_nan(tf.cast(value, tf.float64), factor), [-1])
+                self._count(figure.sums, tf.concat([mine, [weight]], 0), first=first)
         self._seen.pop(threading.get_ident(), None)
         losses = [name for name in values if "loss" in name]
         watched = ["loss"] if "loss" in values else losses or list(values)
-        return [values[name][0] for name in watched]
+        checked = [values[name][0] for name in watched]
+        return [tf.reduce_mean(value) if value.shape.rank else value for value in checked]
 
     def _figures_of_epoch(self, logs: Mapping[str, Any]) -> dict[str, Figure]:
         """Return the results of the model's metrics if the step returned their names; else those of the step."""
@@ -255,8 +267,8 @@ class StepLogs:
             summed = all_reduced(self._replicas, summed, role)
             for variable, value in zip(variables, summed, strict=False):
                 variable.assign(value)
-        means = [tf.math.divide_no_nan(sums[0], sums[1]) for sums in summed[len(own) :]]
-        yield dict(zip(others, means, strict=True))
+        pairs = zip(others, summed[len(own) :], strict=True)
+        yield {name: self._figures[name].mean(sums) for name, sums in pairs}
         for variable, value in zip(variables, own, strict=True):
             if not keep:
                 variable.assign(value)
@@ -300,18 +312,23 @@ class StepLogs:
             return tf.convert_to_tensor(value), Figure(metric, key, None)
         try:
             given = tf.convert_to_tensor(value)
-            tensor = tf.reshape(tf.cast(given, tf.float64), [])
             if given.dtype == tf.string:
                 raise TypeError("text is not a number")
+            tensor = tf.cast(given, tf.float64)
         except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"{self._step} of {type(self._model).__name__} must return one number for each name, such as "
-                f"tf.reduce_mean(loss). Received for {name!r}: {value!r}."
-            ) from error
+            raise self._no_number(name, value) from error
         if name not in self._other:
             with tf.init_scope():
-                self._other[name] = tf.Variable(tf.zeros([2], tf.float64), trainable=False, name="figure")
-        return tensor, Figure(None, (), self._other[name], unwrap(value) if _is_variable(value) else None)
+                shape = [None] if tensor.shape.rank else [2]
+                self._other[name] = tf.Variable(tf.zeros([2], tf.float64), trainable=False, name="figure", shape=shape)
+        variable = unwrap(value) if _is_variable(value) else None
+        return tensor, Figure(None, (), self._other[name], tensor.shape, variable)
+
+    def _no_number(self, name: str, value: Any) -> ConfigError:
+        return ConfigError(
+            f"{self._step} of {type(self._model).__name__} must return one number for each name, such as "
+            f"tf.reduce_mean(loss). Received for {name!r}: {value!r}."
+        )
 
     def _named(self) -> dict[str, Any]:
         """Return the metrics that have variables, by distinct names."""
@@ -462,9 +479,10 @@ def all_reduced(replicas: Collectives, tensors: Sequence[tf.Tensor], role: str) 
         places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
         flat = tf.concat([tf.reshape(tensors[place], [-1]) for place in places], 0)
         total = replicas.all_reduce(flat, name=f"{role}/{dtype.name}")
-        sizes = [int(tensors[place].shape.num_elements()) for place in places]
-        for place, part in zip(places, tf.split(total, sizes), strict=True):
-            sums[place] = tf.reshape(part, tensors[place].shape)
+        known = {place: tensors[place].shape.is_fully_defined() for place in places}
+        sizes = [tensors[place].shape.num_elements() if known[place] else tf.size(tensors[place]) for place in places]
+        for place, part in zip(places, tf.split(total, sizes, num=len(sizes)), strict=True):
+            sums[place] = tf.reshape(part, tensors[place].shape if known[place] else tf.shape(tensors[place]))
     return [sums[place] for place in range(len(tensors))]
 
 

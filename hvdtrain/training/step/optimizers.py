@@ -263,8 +263,11 @@ def take_step(
     logs: StepLogs,
     *,
     measure: bool,
+    whole: tf.Tensor | None = None,
 ) -> list[tf.Tensor]:
     """Call the model's `train_step` on a replica's batch, which weighs `samples`; return values that must be finite.
+
+    Of results that are those of a `whole` batch, see `StepLogs.take`.
 
     Raises ConfigError if it trains nothing, or returns invalid results.
     """
@@ -277,7 +280,7 @@ def take_step(
         returned = take_train_step(model, batch)
     if not exchange.used:
         raise applies_nothing(model)
-    return logs.take(returned, samples)
+    return logs.take(returned, samples, whole=whole)
 
 
 class OptimizersUpdate(UpdateRule):
@@ -359,7 +362,8 @@ def applies_once(model: Any, batch: Batch, logs: StepLogs) -> bool:
             if model.optimizer is not None:
                 stack.enter_context(replaced(model.optimizer, "apply", apply))
             stack.enter_context(logs.recording())
-            logs.take(take_train_step(model, batch), number_of_samples(batch))
+            samples = number_of_samples(batch)
+            logs.take(take_train_step(model, batch), samples, whole=samples)
 
     graph = tf.function(step, autograph=False).get_concrete_function(batch).graph
     if not places:

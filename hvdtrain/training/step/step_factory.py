@@ -13,7 +13,7 @@ from hvdtrain.backends.protocol import Backend
 from hvdtrain.compat.keras import build_from, compile_arguments, flatten_layers, global_seed
 from hvdtrain.config.errors import ConfigError, DataError, UserError
 from hvdtrain.config.options import check
-from hvdtrain.data.batch import Batch
+from hvdtrain.data.batch import Batch, specs_of_all
 from hvdtrain.data.shapes import check_source
 from hvdtrain.data.source import Source
 from hvdtrain.gradients.distributed_optimizer import refuse_exchange_of_microbatches
@@ -150,6 +150,8 @@ class KerasStepFactory:
         self._evaluator.batch_means = self._takes_means()
         if training:
             self._say_what_is_apart(has_own_train_step(self._model) or forms_own_loss(self._model, "train_step"))
+        if self._sees_whole_batch() if training else self._evaluates_whole_batch():
+            batch = specs_of_all(batch, self._options.accumulate if training else 1)
         with self._backend.scope():
             if not has_own_train_step(self._model):
                 self._build(batch)
@@ -335,15 +337,18 @@ class KerasStepFactory:
             self._exchange = None
             return
         facts = model_facts(job_facts(self._backend), self._model)
-        if self._options.whole_batch and has_rows(batch) and (self._backend.size == 1 or self._sees_whole_batch()):
+        if self._options.whole_batch and self._has_rows and (self._backend.size == 1 or self._sees_whole_batch()):
             facts = replace(facts, sync_layer="")  # its gradients are those of the whole batch, too
         check(self._options, facts=replace(facts, repeated_step=type(self._model).__name__))
         exchange = self._exchanging()
 
         def step(batch: Batch) -> None:
             samples = number_of_samples(batch)
+            whole = samples if self._sees_whole_batch() else None
             self._backend.run(
-                lambda: take_step(self._model, batch, samples, exchange=exchange, logs=self._logs, measure=True)
+                lambda: take_step(
+                    self._model, batch, samples, exchange=exchange, logs=self._logs, measure=True, whole=whole
+                )
             )
 
         tf.function(step, autograph=False).get_concrete_function(batch)  # builds the optimizers that it uses

@@ -331,13 +331,23 @@ def test_an_epoch_that_is_resumed_reports_all_of_it():
     ("returned", "cause"),
     [
         (lambda loss: loss, r"train_step of Simple must return a dict of metrics, such as \{'loss': loss\}\. Received"),
-        (lambda loss: {"loss": tf.stack([loss, loss])}, "one number for each name, .* Received for 'loss': "),
+        (lambda loss: {"loss": object()}, "one number for each name, .* Received for 'loss': "),
         (lambda loss: {"note": "text"}, "Received for 'note': 'text'"),
     ],
 )
 def test_figures_are_numbers_by_name(returned, cause):
     with pytest.raises(ConfigError, match=cause):
         fit(simple(returned))
+
+
+def test_figures_of_a_batch_may_be_several_numbers():
+    def returned(loss):
+        return {"loss": tf.stack([loss, 3 * loss]), "table": tf.reshape(loss * [1.0, 2.0, 3.0, 4.0], [2, 2])}
+
+    _, history = fit(simple(returned))
+    (losses,), (table,) = history.history["loss"], history.history["table"]
+    np.testing.assert_allclose(losses, losses[0] * np.array([1.0, 3.0]))
+    np.testing.assert_allclose(table, losses[0] * np.array([[1.0, 2.0], [3.0, 4.0]]))
 
 
 def test_losses_that_are_not_finite_end_the_training():
