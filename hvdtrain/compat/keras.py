@@ -204,6 +204,14 @@ def operations_of(model: Any) -> list[Any]:
     return [operation for operations in nested for operation in operations]
 
 
+def calls_of(operation: Any) -> list[tuple[Any, Any]]:
+    """Return the arguments, of places and of names, with which an operation is called in graphs of Functional models.
+
+    Assumes `Operation._inbound_nodes`, and their `arguments`.
+    """
+    return [(node.arguments.args, node.arguments.kwargs) for node in operation._inbound_nodes]
+
+
 def compile_arguments(model: Any) -> dict[str, Any]:
     """Return the arguments of a model's last `compile`; empty if none. Assumes `Trainer._compile_config.config`."""
     return getattr(getattr(model, "_compile_config", None), "config", {})

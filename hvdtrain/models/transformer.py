@@ -87,9 +87,7 @@ def language_model(
 
 def _embedded(tokens: Any, length: int, vocabulary: int, width: int) -> Any:
     """Return the sum of token and position embeddings of tokens [batch, length]."""
-    # One row of positions, broadcast: its gradient is the size of the table, not of the batch.
-    one = keras.ops.slice(tokens, (0, 0), (1, length))
-    positions = keras.ops.cumsum(keras.ops.ones_like(one), axis=1) - 1
+    positions = keras.ops.cumsum(keras.ops.ones_like(tokens), axis=1) - 1
     of_tokens = keras.layers.Embedding(vocabulary, width, name="tokens_embedding")(tokens)
     of_positions = keras.layers.Embedding(length, width, name="positions_embedding")(positions)
     return of_tokens + of_positions

@@ -4,14 +4,20 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
+from hvdtrain.backends.single import NoOpCollectives
 from hvdtrain.compat.keras import (
+    calls_of,
     compile_arguments,
     flatten_layers,
     function_of_loss,
     function_of_metric,
     operations_of,
 )
+from hvdtrain.partition.kinds import Rows
+from hvdtrain.partition.partition import Partition
+from hvdtrain.partition.tracing import traced
 from hvdtrain.training.step.batches import reads_outputs
 from hvdtrain.training.step.logs import metrics_of
 
@@ -28,7 +34,7 @@ def own_parts(model: Any) -> list[str]:
     metrics = [*_leaves(settings.get("metrics")), *_leaves(settings.get("weighted_metrics")), *metrics_of(model)]
     found = [
         *(f"layer {_named(each)}" for each in flatten_layers(model) if _is_own_layer(each)),
-        *(f"operation {_named(each)}" for each in operations_of(model) if _is_own_operation(each)),
+        *(f"operation {_named(each)}" for each in _mixing_operations(model)),
         *(f"loss {_named(each)}" for each in losses if not takes_samples_alone(each)),
         *(f"metric {_named(each)}" for each in metrics if _is_own_metric(each)),
     ]
@@ -67,9 +73,47 @@ def _is_own_layer(layer: Any) -> bool:
     return any(each is not None and _is_foreign(each) for each in functions)
 
 
-def _is_own_operation(operation: Any) -> bool:
-    """Return whether an operation of keras.ops in a model's graph may put samples together."""
-    return not isinstance(operation, keras.layers.Layer)
+def _mixing_operations(model: Any) -> list[Any]:
+    """Return the operations of keras.ops in a model's graph that compute with several samples, as their trace shows."""
+    operations = [each for each in operations_of(model) if not isinstance(each, keras.layers.Layer)]
+    found: list[Any] = []
+
+    def look() -> None:
+        found.clear()
+        for operation in operations:
+            try:
+                apart = all(_keeps_samples_apart(operation, *arguments) for arguments in calls_of(operation))
+            except Exception:  # whatever it is: it cannot be told
+                apart = False
+            if not apart:
+                found.append(operation)
+
+    if operations:
+        tf.function(look, autograph=False).get_concrete_function()
+    return found
+
+
+def _keeps_samples_apart(operation: Any, args: Any, options: Any) -> bool:
+    """Return whether each row of an operation's outputs is that of one sample, while a function is traced."""
+    count = tf.raw_ops.Placeholder(dtype=tf.int32, shape=[])
+    first = tf.raw_ops.Placeholder(dtype=tf.float32, shape=[])
+    partition = Partition(NoOpCollectives(), rows=count, begin=count, total=count, first=first)
+
+    def opened(symbol: Any) -> Any:
+        if not isinstance(symbol, keras.KerasTensor):
+            return symbol
+        if symbol.shape[:1] not in ((), (1,), (None,)):
+            raise ValueError("as many samples as the model names, or anything else")
+        tensor = tf.raw_ops.Placeholder(dtype=symbol.dtype, shape=symbol.shape)
+        return partition.mark(tensor, Rows()) if symbol.shape[:1] == (None,) else tensor
+
+    args, options = tf.nest.map_structure(opened, (args, options))
+    with traced(partition):
+        outputs = tf.nest.flatten(operation(*args, **options))
+    kinds = [kind for each in outputs if (kind := partition.kind(each)) is not None]
+    return not partition.fetches and all(
+        isinstance(kind, Rows) and kind.dim == 0 and kind.per == (1,) for kind in kinds
+    )
 
 
 def _is_own_metric(metric: Any) -> bool:

@@ -206,6 +206,16 @@ def draws_from_one_state():
     assert (keras.random.normal((2,)).numpy() == first).all()
 
 
+@CONTRACTS.of(compat.calls_of)
+def lists_calls_of_an_operation():
+    x = keras.Input((2,))
+    y = keras.ops.add(x, 1.0)
+    keras.Model(x, y)
+    operation = y._keras_history.operation
+    (args, options), *others = compat.calls_of(operation)
+    assert (args[0] is x, args[1:], options, others) == (True, (1.0,), {}, [])
+
+
 @CONTRACTS.of(compat.operations_of)
 def lists_operations_of_a_graph():
     inputs = keras.Input((3,))
