@@ -285,10 +285,10 @@ def recurrent(kind: type[keras.Model] = OwnLoss) -> keras.Model:
 
 
 def trained(
-    make: Callable[[], keras.Model], x: Any, y: Any = Y, backend: Any = None, **options: Any
+    make: Callable[[], keras.Model], x: Any, y: Any = Y, backend: Any = None, dtype: str = "float64", **options: Any
 ) -> tuple[list[Any], Any]:
     """Return weights and History of a training, by default in this process."""
-    with computing_in("float64"):
+    with computing_in(dtype):
         model = make()
         trainer = hvdtrain.Trainer(model, backend=backend, **options)
         held = None if isinstance(model, Base) else (x[:9], y[:9])
@@ -328,6 +328,19 @@ def check_own_steps_train_as_one_process_does(world: World) -> None:
     for name, make in STEPS.items():
         with noted(name):
             assert_as_one_process(world, lambda make=make: built(make), X)
+
+
+@worlds("mpirun-2", extended=True, why="each step once more")
+def check_own_steps_in_32_bits_differ_by_their_rounding(world: World) -> None:
+    """After some twenty steps."""
+    for name, make in STEPS.items():
+        with noted(name):
+            (mine, _), (right, _) = (
+                trained(lambda make=make: built(make), X, backend=backend, dtype="float32")
+                for backend in (world.backend, SingleBackend(current()))
+            )
+            for one, other in zip(mine, right, strict=True):
+                np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
 
 
 @worlds("mpirun-2", "gloo-4", extended=True, why="other places of own code")
