@@ -59,6 +59,8 @@ class ScatteredGradients(Parameters):
         paths = list(self._trainable)
         sharded = [i for i, path in enumerate(paths) if path in self._shards and counted[i] is not None]
         dense = {i: tf.convert_to_tensor(counted[i]) for i in sharded}
+        for i, gradient in dense.items():  # of looked-up rows, a stage's backward pass does not know how many there are
+            gradient.set_shape(self._trainable[paths[i]].shape)
         slices = {i: scattered(dense[i], self._shards[paths[i]], numbered(f"gradient/{paths[i]}")) for i in sharded}
         _hold_back([_Exchanged(_maker(computed[i], dense[i]), dense[i], slices[i]) for i in sharded], self._window())
         return Collected([slices.get(i, gradient) for i, gradient in enumerate(counted)], poison)
