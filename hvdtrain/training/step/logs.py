@@ -315,12 +315,15 @@ class StepLogs:
             if given.dtype == tf.string:
                 raise TypeError("text is not a number")
             tensor = tf.cast(given, tf.float64)
+            if tensor.shape.rank is None or tensor.shape.num_elements() == 1:
+                tensor = tf.reshape(tensor, [])
         except (TypeError, ValueError) as error:
             raise self._no_number(name, value) from error
         if name not in self._other:
             with tf.init_scope():
+                zeros = tf.zeros([1 + (tensor.shape[1:].num_elements() or 1)], tf.float64)
                 shape = [None] if tensor.shape.rank else [2]
-                self._other[name] = tf.Variable(tf.zeros([2], tf.float64), trainable=False, name="figure", shape=shape)
+                self._other[name] = tf.Variable(zeros, trainable=False, name="figure", shape=shape)
         variable = unwrap(value) if _is_variable(value) else None
         return tensor, Figure(None, (), self._other[name], tensor.shape, variable)
 

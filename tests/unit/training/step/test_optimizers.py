@@ -342,10 +342,13 @@ def test_figures_are_numbers_by_name(returned, cause):
 
 def test_figures_of_a_batch_may_be_several_numbers():
     def returned(loss):
-        return {"loss": tf.stack([loss, 3 * loss]), "table": tf.reshape(loss * [1.0, 2.0, 3.0, 4.0], [2, 2])}
+        table = tf.reshape(loss * [1.0, 2.0, 3.0, 4.0], [2, 2])
+        return {"loss": tf.stack([loss, 3 * loss]), "table": table, "one": tf.reshape(loss, [1, 1])}
 
     _, history = fit(simple(returned))
-    (losses,), (table,) = history.history["loss"], history.history["table"]
+    (losses,), (table,), (one,) = (history.history[name] for name in ("loss", "table", "one"))
+    assert isinstance(one, float)
+    assert one == losses[0]
     np.testing.assert_allclose(losses, losses[0] * np.array([1.0, 3.0]))
     np.testing.assert_allclose(table, losses[0] * np.array([[1.0, 2.0], [3.0, 4.0]]))
 
