@@ -325,7 +325,7 @@ class StepLogs:
                 shape = [None] if tensor.shape.rank else [2]
                 self._other[name] = tf.Variable(zeros, trainable=False, name="figure", shape=shape)
         variable = unwrap(value) if _is_variable(value) else None
-        return tensor, Figure(None, (), self._other[name], tensor.shape, variable)
+        return tensor, Figure(None, (), sums=self._other[name], shape=tensor.shape, variable=variable)
 
     def _no_number(self, name: str, value: Any) -> ConfigError:
         return ConfigError(

@@ -276,7 +276,7 @@ def test_a_layer_with_a_state_is_not_called_by_several_stages(layer):
 def test_the_start_says_how_a_pipeline_is_cut():
     stage = stages_of(transformer((8,), 20, 0, depth=4, width=16, heads=2), 2)[0]
     said = pipeline_notes(stage, step_options({"accumulate": 2}))
-    assert re.match(r"note: 2 stages begin with slice\w* \(", said[0])
+    assert re.match(r"note: 2 stages begin with ones_like\w* \(", said[0])
     assert "block2_attention_norm (" in said[0]
     assert "idle for at least 33 %" in said[0]
     assert "use accumulate=8 or more" in in_script(said[1])
