@@ -237,7 +237,7 @@ def _spec_of_any_length(value: Any) -> Any:
 
 def specs_of_all(batch: Batch, parts: int = 1) -> Batch:
     """Return specs of the samples of all replicas, or of one of `parts` equal parts of them, none ragged or sparse."""
-    mine, total = int(rows_of(samples_in(batch))), int(batch.global_samples)
+    mine, total = max(int(rows_of(samples_in(batch))), 1), int(batch.global_samples)  # a batch may have no samples
 
     def spec(tensor: Any) -> tf.TensorSpec:
         shape = tf.TensorShape(tensor.shape)

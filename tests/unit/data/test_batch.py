@@ -23,6 +23,10 @@ def test_a_placeholder_is_no_sample_of_them():
     assert shapes(specs_of_all(as_batch(tf.zeros([1, 2]), 0.0, 3))) == [[3, 2]]
 
 
+def test_a_batch_without_samples_stays_one():
+    assert shapes(specs_of_all(as_batch((tf.zeros([0, 2]), tf.zeros([0])), 1.0, 0))) == [[0, 2], [0]]
+
+
 def test_zipped_datasets_keep_their_lengths():
     zipped = as_batch((tf.zeros([2, 5]), (tf.zeros([4, 5]), tf.zeros([4]))), 1.0, 8)
     assert shapes(specs_of_all(zipped)) == [[4, 5], [8, 5], [8]]
