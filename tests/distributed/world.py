@@ -55,14 +55,15 @@ class World:
     def reference(self, compute: Callable[..., Result], *arguments: Any) -> Result:
         """Return `compute(*arguments)`, computed by the first rank of a test run that asks for it, and kept.
 
-        The key is the function's name, the source of its file, the arguments, the versions of TensorFlow and Keras, and
-        Keras' floatx, in which optimizers keep their rates.
-        `compute` and arguments that are functions must be found by their names; other arguments by their `repr`.
+        The key is the arguments, the versions of TensorFlow and Keras, and Keras' floatx, in which optimizers keep
+        their rates. `compute` and arguments that are functions are found by their names and the sources of their
+        files; other arguments by their `repr`.
         """
-        source = Path(inspect.getfile(compute)).read_bytes()
+        functions = [compute, *filter(callable, arguments)]
+        sources = b"".join(Path(inspect.getfile(each)).read_bytes() for each in functions)
         versions = [tf.__version__, keras.__version__, tf.keras.Model.__module__]
         words = [_named(compute), *map(_named, arguments), *versions, keras.config.floatx()]
-        digest = hashlib.sha256(repr(words).encode() + source).hexdigest()[:32]
+        digest = hashlib.sha256(repr(words).encode() + sources).hexdigest()[:32]
         file = self.references / f"{digest}.pickle"
         with (self.references / f"{digest}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)

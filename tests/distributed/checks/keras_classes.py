@@ -37,13 +37,10 @@ OF_LAUNCHERS = ("OMPI_", "PMIX_", "HOROVOD_")
 
 
 def check_a_sample_of_keras(world: World) -> None:
-    sweep(world, {"Muon": rules.optimizer_cases_in_32_bits()["Muon"]}, SERVED)
-    sample = {
-        "Normalization": layers.PREPROCESSING["Normalization"].case(),
-        "Huber": objectives.loss_cases()["Huber(reduction='mean_with_sample_weight')"],
-        "ReduceLROnPlateau": rules.callback_cases()["ReduceLROnPlateau"],
-    }
-    sweep(world, sample, RANKS)
+    sweep(world, rules.optimizer_cases_in_32_bits, SERVED, of=["Muon"])
+    sweep(world, layers.cases, RANKS, of=["Normalization"])
+    sweep(world, objectives.loss_cases, RANKS, of=["Huber(reduction='mean_with_sample_weight')"])
+    sweep(world, rules.callback_cases, RANKS, of=["ReduceLROnPlateau"])
 
 
 def check_keras_has_no_other_classes(world: World) -> None:
@@ -73,21 +70,20 @@ def check_keras_has_no_other_classes(world: World) -> None:
 
 @worlds("mpirun-1", "mpirun-2", extended=True, why="every layer")
 def check_core_layers(world: World) -> None:
-    sweep(world, layers.cases(layers.CORE), RANKS)
+    sweep(world, layers.cases, RANKS, of=layers.CORE)
 
 
 @worlds("mpirun-2", extended=True, why="every layer with variables, with options that change how it is trained")
 def check_options_with_layers(world: World) -> None:
-    core = layers.cases(layers.CORE)
-    sweep(world, core, ACCUMULATE, ZERO)
-    sweep(world, {"BatchNormalization": core["BatchNormalization"]}, SYNC)
-    sweep(world, layers.cases(layers.RECURRENT), ACCUMULATE, ZERO)
+    sweep(world, layers.cases, ACCUMULATE, ZERO, of=layers.CORE)
+    sweep(world, layers.cases, SYNC, of=["BatchNormalization"])
+    sweep(world, layers.cases, ACCUMULATE, ZERO, of=layers.RECURRENT)
 
 
 @worlds("mpirun-2", extended=True, why="every layer, whose state two ranks save and one process reads")
 def check_layers_are_restored_in_a_new_process(world: World) -> None:
-    sweep(world, layers.cases(layers.CORE), RESTORE)
-    sweep(world, layers.cases(layers.PREPROCESSING), RESTORE)
+    sweep(world, layers.cases, RESTORE, of=layers.CORE)
+    sweep(world, layers.cases, RESTORE, of=layers.PREPROCESSING)
     if world.rank == 0:
         environ = {name: value for name, value in os.environ.items() if not name.startswith(OF_LAUNCHERS)}
         command = [sys.executable, "-m", "zoo.restored", str(world.folder)]
@@ -98,42 +94,41 @@ def check_layers_are_restored_in_a_new_process(world: World) -> None:
 
 @worlds("mpirun-2", extended=True, why="every optimizer, regularizer and constraint")
 def check_options_with_rules(world: World) -> None:
-    sweep(world, rules.optimizer_cases(), ACCUMULATE, ZERO, RESTORE)
-    sweep(world, rules.rule_cases(), ACCUMULATE, ZERO)
+    sweep(world, rules.optimizer_cases, ACCUMULATE, ZERO, RESTORE)
+    sweep(world, rules.rule_cases, ACCUMULATE, ZERO)
 
 
 @worlds("mpirun-2", extended=True, why="every layer, updated by servers in step")
 def check_layers_on_servers(world: World) -> None:
-    sweep(world, layers.cases(layers.CORE), SERVED)
+    sweep(world, layers.cases, SERVED, of=layers.CORE)
 
 
 @worlds("mpirun-2", extended=True, why="every optimizer, regularizer and constraint, updated by servers in step")
 def check_rules_on_servers(world: World) -> None:
-    sweep(world, rules.optimizer_cases(), SERVED)
-    sweep(world, rules.rule_cases(), SERVED)
+    sweep(world, rules.optimizer_cases, SERVED)
+    sweep(world, rules.rule_cases, SERVED)
 
 
 @worlds("mpirun-2", extended=True, why="every loss, updated by servers in step")
 def check_losses_on_servers(world: World) -> None:
-    sweep(world, objectives.loss_cases(), SERVED)
+    sweep(world, objectives.loss_cases, SERVED)
 
 
 @worlds("mpirun-2", extended=True, why="every optimizer, under every update rule")
 def check_optimizers_in_32_bits(world: World) -> None:
     """They multiply by the learning rate, which has 32 bits where Keras' has: one in 64 fails, and hides elsewhere."""
-    named = rules.optimizer_cases_in_32_bits()
-    sweep(world, named, ZERO, SERVED, "local steps")
-    sweep(world, {name: named[name] for name in ("Adam", "Muon")}, *LOOSE)
+    sweep(world, rules.optimizer_cases_in_32_bits, ZERO, SERVED, "local steps")
+    sweep(world, rules.optimizer_cases_in_32_bits, *LOOSE, of=["Adam", "Muon"])
 
 
 @worlds("mpirun-2", extended=True, why="every loss, whose microbatches are put together")
 def check_options_with_losses(world: World) -> None:
-    sweep(world, objectives.loss_cases(), ACCUMULATE)
+    sweep(world, objectives.loss_cases, ACCUMULATE)
 
 
 @worlds("mpirun-1", "mpirun-2", extended=True, why="every layer")
 def check_layers_that_draw(world: World) -> None:
-    sweep(world, layers.cases(layers.DRAWING), RANKS)
+    sweep(world, layers.cases, RANKS, of=layers.DRAWING)
 
 
 class OwnStep(keras.Model):
@@ -154,10 +149,9 @@ def fitted(case: Case, backend: Any) -> list[Any]:
 
 @worlds("mpirun-2", extended=True, why="every layer that draws, trained twice")
 def check_layers_draw_in_a_step_of_ones_own_as_in_one_process(world: World) -> None:
-    drawing = {name: each for group in layers.GROUPS for name, each in layers.cases(group).items()}
     backends = (SingleBackend(current()), world.backend)
     faults = {}
-    for name, case in drawing.items():
+    for name, case in layers.cases().items():
         if layers.DRAWS not in case.unequal.values():
             continue
 
@@ -177,49 +171,49 @@ def check_layers_draw_in_a_step_of_ones_own_as_in_one_process(world: World) -> N
 
 @worlds("mpirun-1", "mpirun-2", extended=True, why="every layer")
 def check_recurrent_layers(world: World) -> None:
-    sweep(world, layers.cases(layers.RECURRENT), RANKS)
+    sweep(world, layers.cases, RANKS, of=layers.RECURRENT)
 
 
 @worlds("mpirun-1", "mpirun-2", extended=True, why="every layer")
 def check_convolutions(world: World) -> None:
-    sweep(world, layers.cases(layers.CONVOLUTIONS), RANKS)
+    sweep(world, layers.cases, RANKS, of=layers.CONVOLUTIONS)
 
 
 @worlds("mpirun-1", "mpirun-2", extended=True, why="every layer")
 def check_pooling(world: World) -> None:
-    sweep(world, layers.cases(layers.POOLING), RANKS)
+    sweep(world, layers.cases, RANKS, of=layers.POOLING)
 
 
 @worlds("mpirun-1", "mpirun-2", extended=True, why="every layer")
 def check_preprocessing(world: World) -> None:
-    sweep(world, layers.cases(layers.PREPROCESSING), RANKS)
+    sweep(world, layers.cases, RANKS, of=layers.PREPROCESSING)
 
 
 @worlds("mpirun-1", "mpirun-2", extended=True, why="every loss")
 def check_losses(world: World) -> None:
-    sweep(world, objectives.loss_cases(), RANKS)
+    sweep(world, objectives.loss_cases, RANKS)
 
 
 @worlds("mpirun-1", "mpirun-2", extended=True, why="every metric")
 def check_metrics(world: World) -> None:
-    sweep(world, objectives.metric_cases(), RANKS)
+    sweep(world, objectives.metric_cases, RANKS)
 
 
 @worlds("mpirun-1", "mpirun-2", extended=True, why="metrics with a mask")
 def check_masked_metrics(world: World) -> None:
-    sweep(world, objectives.masked_metric_cases(), RANKS)
+    sweep(world, objectives.masked_metric_cases, RANKS)
 
 
 @worlds("mpirun-1", "mpirun-2", extended=True, why="every optimizer")
 def check_optimizers(world: World) -> None:
-    sweep(world, rules.optimizer_cases(), RANKS)
+    sweep(world, rules.optimizer_cases, RANKS)
 
 
 @worlds("mpirun-1", "mpirun-2", extended=True, why="every regularizer and constraint")
 def check_rules(world: World) -> None:
-    sweep(world, rules.rule_cases(), RANKS)
+    sweep(world, rules.rule_cases, RANKS)
 
 
 @worlds("mpirun-1", "mpirun-2", extended=True, why="every callback")
 def check_callbacks(world: World) -> None:
-    sweep(world, rules.callback_cases(), RANKS)
+    sweep(world, rules.callback_cases, RANKS)

@@ -3,7 +3,7 @@
 import inspect
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import mkdtemp
@@ -112,7 +112,8 @@ def evaluated_by(trainer: Any, case: Case, **batch: int) -> tuple[Any, Any]:
     return evaluated, trainer.predict(case.x, verbose=0, **batch)
 
 
-def keras_result(case: Case) -> Result:
+def keras_result(cases: Callable[[], Mapping[str, Case]], name: str) -> Result:
+    case = cases()[name]
     model, folder = case.model(), Path(mkdtemp())
     arguments = case.fit_arguments(epochs=EPOCHS, batch_size=BATCH, callbacks=case.callbacks(folder))
     history = model.fit(**arguments).history
@@ -185,13 +186,16 @@ def folder_of(world_folder: Path, name: str, variation: str) -> Path:
     return world_folder / f"{name}-{variation}"
 
 
-def sweep(world: World, cases: Mapping[str, Case], *variations: str) -> None:
-    """Train each of the cases in each variation, and compare with Keras and with what is declared."""
-    faults = {}
-    for name, case in cases.items():
+def sweep(
+    world: World, cases: Callable[[], Mapping[str, Case]], *variations: str, of: Iterable[str] | None = None
+) -> None:
+    """Train each of the cases, or those `of` these names, in each variation: as Keras, or as declared."""
+    faults, every = {}, cases()
+    for name in every if of is None else of:
+        case = every[name]
         with computing_in(case.dtype):
             try:
-                theirs = keras_result(case)
+                theirs = world.reference(keras_result, cases, name)
             except Exception as error:
                 faults[f"{name}, in Keras"] = f"{type(error).__name__}: {error}"
                 continue

@@ -364,5 +364,5 @@ WITHOUT_CASE = {
 GROUPS: Sequence[Mapping[str, Layer]] = (CORE, DRAWING, RECURRENT, CONVOLUTIONS, POOLING, PREPROCESSING)
 
 
-def cases(group: Mapping[str, Layer]) -> dict[str, Case]:
-    return {name: layer.case() for name, layer in group.items()}
+def cases() -> dict[str, Case]:
+    return {name: layer.case() for group in GROUPS for name, layer in group.items()}

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 from keras import layers, losses, metrics
 
-from zoo.cases import RANKS, SAMPLES, Case
+from zoo.cases import ACCUMULATE, RANKS, SAMPLES, SERVED, Case
 
 RNG = np.random.default_rng(1)
 STEPS, CLASSES = 5, 4
@@ -158,7 +158,10 @@ def loss_cases() -> dict[str, Case]:
         LABELS[:, 0],
         compiled_with(lambda: losses.Circle(gamma=2.0, margin=0.3)),
         compares_samples=True,
-        unequal={RANKS: "compares the samples of a rank's slice with one another; said at the start"},
+        unequal={
+            ACCUMULATE: "compares the samples of a micro-batch with one another",
+            SERVED: "compares the samples of a rank's slice with one another; said at the start",
+        },
     )
     found["CTC"] = Case(
         lambda: network(None, mask=False),

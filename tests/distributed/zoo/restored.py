@@ -29,7 +29,7 @@ def fault_of(name: str, case: layers.Case, folder: Path) -> str:
 
 def main(folder: Path) -> int:
     hvdtrain.init()
-    cases = {name: case for group in layers.GROUPS for name, case in layers.cases(group).items()}
+    cases = layers.cases()
     found = {name: folder_of(folder, name, RESTORE) for name in cases}
     left = {name: place for name, place in found.items() if (place / EVALUATED).exists()}
     faults = [fault for name, place in left.items() if (fault := fault_of(name, cases[name], place))]

@@ -26,7 +26,7 @@ def cases_by_module() -> dict[str, dict[str, Case]]:
     constraints = {name: case for name, case in rules.rule_cases().items() if name in rules.CONSTRAINTS}
     regularizers = {name: case for name, case in rules.rule_cases().items() if name not in constraints}
     return {
-        "layers": {name: case for group in layers.GROUPS for name, case in layers.cases(group).items()},
+        "layers": layers.cases(),
         "losses": objectives.loss_cases(),
         "metrics": {**objectives.metric_cases(), **objectives.masked_metric_cases()},
         "optimizers": optimizers,
