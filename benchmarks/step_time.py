@@ -66,7 +66,7 @@ def windows_of(config: Any, windows: int, beside: Any = None) -> tuple[list[floa
     """Train, and return the windows in milliseconds a step and the trainer; `beside` runs untimed between them."""
     from hvdtrain.backends.select import current_exchange
     from hvdtrain.bench.trained import Stopwatch, built_trainer
-    from hvdtrain.training.loop.loop import Plan
+    from hvdtrain.training.plan import Plan
 
     trainer, data = built_trainer(config, current_exchange())
     watch = Stopwatch(WINDOW, beside)
@@ -111,7 +111,7 @@ def desync(model: str, batch: int, windows: int) -> dict[str, Any]:
     import hvdtrain
 
     hvdtrain.init()
-    from hvdtrain.training.loop.desync_check import DesyncCheck
+    from hvdtrain.training.callbacks.desync_check import DesyncCheck
 
     config = replace(bench_config(model, batch=batch), desync=DesyncConfig(desync_every=0))
     windows_ms, trainer = windows_of(config, windows)

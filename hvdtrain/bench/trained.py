@@ -43,7 +43,7 @@ from hvdtrain.runs.run_data import run_data
 from hvdtrain.runs.trainers import run_trainer
 from hvdtrain.runtime.session import Session
 from hvdtrain.state.lent_optimizer import without_slots
-from hvdtrain.training.loop.loop import Plan
+from hvdtrain.training.plan import Plan
 from hvdtrain.training.step.batches import per_microbatch
 from hvdtrain.training.step.contract import LocalGradients
 from hvdtrain.training.step.forward_backward import ForwardBackward

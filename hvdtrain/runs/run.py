@@ -44,7 +44,7 @@ from hvdtrain.runs.trainers import run_trainer
 from hvdtrain.runtime.logs import LOGGER
 from hvdtrain.runtime.session import Session
 from hvdtrain.training.elastic import Commits, check_goes_on
-from hvdtrain.training.loop.loop import Plan
+from hvdtrain.training.plan import Plan
 from hvdtrain.training.trainer import Trainer
 
 

@@ -35,8 +35,8 @@ from hvdtrain.runtime.logs import LOGGER, on_terminal
 from hvdtrain.runtime.report import collect_environment
 from hvdtrain.runtime.session import Session
 from hvdtrain.state.named_tensors import is_split
-from hvdtrain.training.loop.loop import Plan
-from hvdtrain.training.loop.report import FitResult, summary_of
+from hvdtrain.training.callbacks.report import FitResult, summary_of
+from hvdtrain.training.plan import Plan
 from hvdtrain.training.run_info import run_info
 from hvdtrain.training.trainer import Trainer
 

@@ -19,10 +19,10 @@ from hvdtrain.data.source import Source
 from hvdtrain.data.streams.rank_parts import RankTraining
 from hvdtrain.optim.averaging import innermost
 from hvdtrain.runtime.control.agreement import check_same_call, encode_call
+from hvdtrain.training.callbacks.keras_callbacks import that_change_training
 from hvdtrain.training.compile_settings import Objective
-from hvdtrain.training.loop.keras_callbacks import that_change_training
-from hvdtrain.training.loop.loop import Plan
 from hvdtrain.training.options import StepOptions
+from hvdtrain.training.plan import Plan
 
 
 def agree_on_call(

@@ -1,16 +1,14 @@
-"""Core of the trainer: build, broadcast, train, evaluate."""
+"""Core of the trainer: build, broadcast, evaluate."""
 
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, Unpack
 
 import keras
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.backends.select import backend_for
-from hvdtrain.checkpoint.background import BackgroundSaver
 from hvdtrain.compat.keras import last_compile
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.facts import Facts
@@ -21,14 +19,11 @@ from hvdtrain.data.pipeline import SourceTraining, TrainingData
 from hvdtrain.data.streams.dataset_batches import DatasetTraining
 from hvdtrain.data.streams.python_batches import PyDatasetTraining
 from hvdtrain.layers.sync_batch_norm import refuse_keras_synchronization
-from hvdtrain.observability.events import Observer, RunInfo
 from hvdtrain.optim.averaging import averages_weights
 from hvdtrain.optim.precision import precision, scales_loss, with_loss_scaling
 from hvdtrain.parallel.pipeline.stage import PipelineStage
 from hvdtrain.parallel.tensor.parallelize import refuse_saving_shards
-from hvdtrain.runtime.logs import warn_on_first
 from hvdtrain.runtime.session import current
-from hvdtrain.runtime.stopping import StopAgreement
 from hvdtrain.state.named_tensors import is_split
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.advice import Announcer
@@ -42,22 +37,17 @@ from hvdtrain.training.assembly import (
     model_for,
     refuse_instances,
 )
+from hvdtrain.training.callbacks.keras_callbacks import evaluation_callbacks
 from hvdtrain.training.compile_settings import (
     Objective,
     compiled_code,
     merge_compile_settings,
     refuse_no_optimizer,
 )
-from hvdtrain.training.elastic import Commits, HostsCheck
+from hvdtrain.training.elastic import Commits
 from hvdtrain.training.evaluation.evaluate import Evaluation, EvaluationHooks, broadcast_first_weights, weights_of
-from hvdtrain.training.loop.bad_steps import rollback_to
-from hvdtrain.training.loop.keras_callbacks import evaluation_callbacks
-from hvdtrain.training.loop.loop import Actions, Plan
-from hvdtrain.training.loop.report import FitResult
-from hvdtrain.training.loop.standard_hooks import StandardTraining
 from hvdtrain.training.options import StepOptions, TrainerOptions, step_options
 from hvdtrain.training.pipelined.staging import staged
-from hvdtrain.training.run_info import run_info
 from hvdtrain.training.step.contract import CompiledStep
 from hvdtrain.training.step.step_factory import KerasStepFactory
 from hvdtrain.training.update_rules.base import UpdateRule
@@ -103,7 +93,7 @@ class TrainerCore:
         self._seed = seed
         with self.backend.scope():
             built = model_for(self.backend, model, self.options)
-            self._eager = bool(getattr(built, "run_eagerly", False))
+            self.eager = bool(getattr(built, "run_eagerly", False))
             chosen = Objective(loss, metrics, loss_weights, weighted_metrics)
             decided = optimizer is None and self.options.precision is None  # by Keras, in compile
             self._compiled_by_user = optimizer is None
@@ -128,13 +118,13 @@ class TrainerCore:
         self.backend.prepare(optimizer)
         # The sums of losses and metrics are each replica's own, where a process has several.
         with self.backend.scope() if self.backend.local_size > 1 else nullcontext():
-            self._factory = step_factory_for(
+            self.factory = step_factory_for(
                 self.backend, model=self.model, optimizer=optimizer, objective=objective, options=self.options
             )
         self._rule: UpdateRule | None = None
         self._state: TrainState | None = None
-        self._announcer = Announcer(self.backend, self.options, notes)
-        self._predictor = self._factory.predictor()
+        self.announcer = Announcer(self.backend, self.options, notes)
+        self._predictor = self.factory.predictor()
         self._compiled = last_compile(self.model)
 
     def _job(self) -> Facts:
@@ -144,7 +134,7 @@ class TrainerCore:
     @property
     def optimizer(self) -> Any:
         """The optimizer; of several, the first that `train_step` uses."""
-        return self._factory.optimizer
+        return self.factory.optimizer
 
     @property
     def rule(self) -> UpdateRule:
@@ -153,7 +143,7 @@ class TrainerCore:
 
     def _make_rule(self) -> UpdateRule:
         with self.backend.scope():
-            self._rule = self._factory.update_rule()
+            self._rule = self.factory.update_rule()
         return self._rule
 
     @property
@@ -179,11 +169,11 @@ class TrainerCore:
         self.rule.consolidate()
         self._broadcast_first_weights()
         called = evaluation_callbacks(callbacks, self.model, self.backend)
-        with self._factory.evaluator().kept_metrics() if self.state.counts_epoch else nullcontext():
+        with self.factory.evaluator().kept_metrics() if self.state.counts_epoch else nullcontext():
             if called is None:
-                return self._evaluate(batches)
+                return self.evaluate_batches(batches)
             called.begin_evaluation()
-            outcome = self._evaluate(batches, called)
+            outcome = self.evaluate_batches(batches, called)
             called.end_evaluation(outcome.as_dict())
             return outcome
 
@@ -209,21 +199,22 @@ class TrainerCore:
         if is_built_sharded(self.model):
             self._make_rule()  # makes the model callable
         # The policy is for layers that are created on the first call.
-        with precision(self.options.precision), compiled_code(self.model, eager=self._eager):
+        with precision(self.options.precision), compiled_code(self.model, eager=self.eager):
             self._build_variables(batch, training=training)
         check_split(self.model, self.backend.axes)
         check(self.options, facts=model_facts(self._job(), self.model, self.optimizer))
         if is_split(self.model):
             refuse_saving_shards(self.model)
         with self.backend.scope():
+            if self._state is not None:  # else it is made now
+                self.state.follow_model()
             self.state.optimizer = self.optimizer
-            self.state.follow_model()
             self.rule.follow_model(training=training)
 
     def _build_variables(self, batch: Batch, *, training: bool) -> None:
         """Create the model's variables, and the optimizers' if `training`."""
-        self._factory.build(batch, training=training)
-        if self._rule is not None and not self._factory.is_settled(self._rule):
+        self.factory.build(batch, training=training)
+        if self._rule is not None and not self.factory.is_settled(self._rule):
             self._scalars_before = None if self._state is None else asdict(self._state.scalars)
             self._rule = self._state = None
 
@@ -232,108 +223,6 @@ class TrainerCore:
         self.state.broadcast(self.backend)
         self.rule.on_state_loaded()
 
-    def train(
-        self,
-        data: TrainingData,
-        plan: Plan,
-        *,
-        validation: Iterable[Batch] | None = None,
-        observers: Observer | None = None,
-        info: RunInfo | None = None,
-        save: Callable[[TrainState], object] | None = None,
-        callbacks: Sequence[Any] = (),
-        stopping: StopAgreement | None = None,
-        commits: Commits | None = None,
-        restored: bool = False,
-    ) -> FitResult:
-        """Broadcast rank 0's state and train until `plan.total_steps`. Collective.
-
-        Args:
-            observers: receive events; rank 0's only.
-            info: passed to the observers at the start.
-            save: writes the state, possibly in the background (`BackgroundSaver`); called on every rank.
-            callbacks: as for `fit`. After `restore` they continue from their saved state.
-            stopping: agrees on the step after which a signal stops all ranks; needs `save`.
-            commits: of elastic training, which commits the state every `plan.commit_every` steps.
-            restored: whether a checkpoint or a commit was restored just before: all ranks have this state.
-
-        Raises:
-            CheckpointError: `save` cannot write this state where it is to; before the first step.
-            ConfigError: as `fit`; or a restored callback has lost its best weights (`restore_best_weights=True`).
-        """
-        check(self.options, facts=Facts(saves=isinstance(save, BackgroundSaver)))
-        sizes = {"data.batch": data.batch, "data.steps_per_epoch": data.steps_per_epoch}
-        self._agree("train", {"plan": plan, **sizes, "validation": validation, "save": save}, callbacks)
-        if not restored:
-            self.broadcast_state()
-        return self._train(
-            data,
-            plan=plan,
-            validation=validation,
-            observers=observers or Observer(),
-            info=info,
-            save=save,
-            callbacks=callbacks,
-            stopping=stopping,
-            commits=commits,
-        )
-
-    def _train(
-        self,
-        data: TrainingData,
-        plan: Plan,
-        validation: Iterable[Batch] | None,
-        observers: Observer,
-        info: RunInfo | None = None,
-        save: Callable[[TrainState], object] | None = None,
-        callbacks: Sequence[Any] = (),
-        verbose: str | int = 0,
-        stopping: StopAgreement | None = None,
-        commits: Commits | None = None,
-    ) -> FitResult:
-        """Train from a state that is equal on every rank."""
-        begin = time.perf_counter()
-        if isinstance(save, BackgroundSaver):
-            again = commits is not None and commits.goes_on
-            save.files.prepare(self.state.scalars.step, self.state.named_tensors(), again=again)
-        self._factory.microbatch_length(data.batch, self.rule.slices)  # refused before anything is said of the run
-        info = info or run_info(self.backend, state=self.state, options=self.options, data=data, plan=plan)
-        notes = [*getattr(data, "notes", ()), *self._factory.warnings]
-        if isinstance(data, SourceTraining) and data.batch > data.source.size:
-            notes.append(
-                f"note: a batch of {data.batch:,} has more samples than there are, {data.source.size:,}: the rest is "
-                "padding, which samples/s counts."
-            )
-        self._announcer.announce(info, self.state, observers, notes, narrow_outputs=self._factory.narrow_outputs)
-        if type(observers) is Observer:  # a console that is silent; what makes results others is said all the same
-            for line in self._factory.warnings:
-                warn_on_first(info.wording(line).removeprefix("warning: "), stacklevel=4)
-        actions = Actions(evaluate=self._evaluate, save=None if save is None else lambda: save(self.state))
-        if isinstance(save, BackgroundSaver):
-            actions = replace(actions, finish_save=save.finish)
-            if self.options.on_bad_step == "rollback":
-                actions = replace(actions, roll_back=rollback_to(save, self.backend, self.state, self.rule))
-        if commits is not None:
-            actions = replace(actions, commit=self._commit_to(commits, observers), begin_step=commits.note_step)
-        training = StandardTraining(
-            backend=self.backend,
-            state=self.state,
-            factory=self._factory,
-            rule=self.rule,
-            data=data,
-            plan=plan,
-            actions=actions,
-            observers=observers,
-            validation=validation,
-            callbacks=callbacks,
-            verbose=verbose,
-            stopping=stopping,
-            options=self.options,
-        )
-        with compiled_code(self.model, eager=self._eager):
-            training.run()
-        return training.result(wall_seconds=time.perf_counter() - begin)
-
     def restore_commit(self, commits: Commits) -> bool:
         """Restore the newest commit of an elastic training on all ranks; return whether there is one. Collective."""
         found = commits.restore(self.state, self.backend)
@@ -341,22 +230,9 @@ class TrainerCore:
             self.rule.on_state_loaded()
         return found
 
-    def _commit_to(self, commits: Commits, observers: Observer) -> Callable[[], None]:
-        """Commit an elastic world's initial state, and return the commit function."""
-        said = commits.begin(self.state, self.backend)
-        if said is not None:
-            observers.on_message(said)
-        look_at_hosts = HostsCheck(current(), self.backend)
-
-        def commit() -> None:
-            commits.keep(self.state, self.backend)
-            look_at_hosts()
-
-        return commit
-
     def compiled_step(self, data: TrainingData) -> CompiledStep:
         """Return the compiled step for batches of `data`, for standalone use."""
-        return self._factory.train_step(self.state, self.rule, data.batch)
+        return self.factory.train_step(self.state, self.rule, data.batch)
 
     def consolidate(self) -> None:
         """Make the model hold the weights to be evaluated and saved. Collective."""
@@ -379,7 +255,8 @@ class TrainerCore:
         if broadcast_first_weights(weights_of(self.model, averages), self.backend) and self._rule is not None:
             self._rule.sync_from_model()
 
-    def _evaluate(self, batches: Iterable[Batch], hooks: EvaluationHooks | None = None) -> Evaluation:
+    def evaluate_batches(self, batches: Iterable[Batch], hooks: EvaluationHooks | None = None) -> Evaluation:
+        """Evaluate the model as it is. Collective."""
         swapped = self.averaged_weights() if hooks is not None and hooks.swaps else nullcontext()
-        with swapped, compiled_code(self.model, eager=self._eager):
-            return self._factory.evaluator()(batches, hooks)
+        with swapped, compiled_code(self.model, eager=self.eager):
+            return self.factory.evaluator()(batches, hooks)

@@ -29,7 +29,7 @@ from hvdtrain.training.inputs import (
     training_data,
     with_class_weights,
 )
-from hvdtrain.training.loop.loop import Plan
+from hvdtrain.training.plan import Plan
 
 BATCH_SIZE = 32
 """Default samples per rank and step for arrays, as in Keras."""

@@ -2,32 +2,38 @@
 
 import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from hvdtrain.backends.select import backend_for
+from hvdtrain.checkpoint.background import BackgroundSaver
 from hvdtrain.compat.keras_variables import forget_slots
 from hvdtrain.config.checkpoint import Checkpoint, checkpoint_of
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.facts import Facts
 from hvdtrain.config.options import check
 from hvdtrain.config.runtime import ElasticConfig
+from hvdtrain.data.batch import Batch
 from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.data.streams.dataset_batches import DatasetTraining
 from hvdtrain.data.streams.python_batches import GeneratorTraining
 from hvdtrain.data.streams.rank_parts import RankTraining
+from hvdtrain.observability.events import Observer, RunInfo
 from hvdtrain.optim.averaging import innermost
 from hvdtrain.runtime.interrupts import InterruptWatch
 from hvdtrain.runtime.logs import LOGGER
 from hvdtrain.runtime.session import Session, current, join_next_world
 from hvdtrain.runtime.stopping import StopAgreement, Stopped
 from hvdtrain.state.scalars import Scalars
+from hvdtrain.state.train_state import TrainState
+from hvdtrain.training.callbacks.keras_callbacks import go_on_writing
+from hvdtrain.training.callbacks.report import FitResult, summary_of
 from hvdtrain.training.elastic import Commits, check_goes_on
 from hvdtrain.training.fit_arguments import FitArguments
-from hvdtrain.training.loop.keras_callbacks import go_on_writing
-from hvdtrain.training.loop.report import FitResult, summary_of
+from hvdtrain.training.plan import Plan
 from hvdtrain.training.resumable import (
     ResumableTrainer,
     agreed_backup,
@@ -36,6 +42,7 @@ from hvdtrain.training.resumable import (
     with_checkpoints,
     without_backup,
 )
+from hvdtrain.training.run import Run
 from hvdtrain.training.run_info import console_for
 
 
@@ -65,7 +72,7 @@ class FittingTrainer(ResumableTrainer):
         self._reading = data
         source = getattr(data, "source", None)
         if source is not None:
-            self._factory.check(source)
+            self.factory.check(source)
         self.build(data)
         if commits is not None and self.restore_commit(commits):
             go_on_writing(callbacks)
@@ -84,17 +91,19 @@ class FittingTrainer(ResumableTrainer):
             resumes = backup is not None or (saved is not None and Path(saved.folder) in self._asked_for)
             stops = stoppable(saved, self.state.scalars, plan.total_steps, resumes=resumes)
             with saving as save, stops as stopping:
-                result = self._train(
+                run = Run(
+                    self,
                     data,
                     plan,
-                    validation,
-                    observers,
+                    validation=validation,
+                    observers=observers,
                     save=save,
-                    callbacks=callbacks,
+                    keras_callbacks=callbacks,
                     verbose=arguments.verbose,
                     stopping=stopping,
                     commits=commits,
                 )
+                result = run.train()
             observers.on_end(summary_of(result))
             self.rule.give_back(whole=self._compiled_by_user)
         finally:
@@ -102,6 +111,48 @@ class FittingTrainer(ResumableTrainer):
         if backup is not None and self.backend.primary:
             backup.finish()
         return result
+
+    def train(
+        self,
+        data: TrainingData,
+        plan: Plan,
+        *,
+        validation: Iterable[Batch] | None = None,
+        observers: Observer | None = None,
+        info: RunInfo | None = None,
+        save: Callable[[TrainState], object] | None = None,
+        callbacks: Sequence[Any] = (),
+        stopping: StopAgreement | None = None,
+        commits: Commits | None = None,
+        restored: bool = False,
+    ) -> FitResult:
+        """Broadcast rank 0's state and train until `plan.total_steps`. Collective.
+
+        Arguments are those of `Run`, and `restored`: whether a checkpoint or a commit was restored just before, so that
+        all ranks have this state.
+
+        Raises:
+            CheckpointError: `save` cannot write this state where it is to; before the first step.
+            ConfigError: as `fit`; or a restored callback has lost its best weights (`restore_best_weights=True`).
+        """
+        check(self.options, facts=Facts(saves=isinstance(save, BackgroundSaver)))
+        sizes = {"data.batch": data.batch, "data.steps_per_epoch": data.steps_per_epoch}
+        self._agree("train", {"plan": plan, **sizes, "validation": validation, "save": save}, callbacks)
+        if not restored:
+            self.broadcast_state()
+        run = Run(
+            self,
+            data,
+            plan,
+            validation=validation,
+            keras_callbacks=callbacks,
+            observers=observers,
+            info=info,
+            save=save,
+            stopping=stopping,
+            commits=commits,
+        )
+        return run.train()
 
     def _fit_elastically(self, arguments: FitArguments, commit_every: int) -> FitResult:
         """Train in this world and its successors, as ranks leave and join."""

@@ -35,7 +35,7 @@ from hvdtrain.state.scalars import Scalars
 from hvdtrain.state.train_state import EXTRA, LAYERS, MODEL, RULE
 from hvdtrain.training.agreement import agree_on_call, check_same_data, described
 from hvdtrain.training.core import TrainerCore
-from hvdtrain.training.loop.loop import Plan
+from hvdtrain.training.plan import Plan
 
 Folder = str | os.PathLike[str]
 
@@ -206,7 +206,7 @@ class ResumableTrainer(TrainerCore):
 
     def _load(self, path: Path) -> None:
         self._pending = path
-        if self._factory.has_variables:
+        if self.factory.has_variables:
             self._load_pending()
         elif self.backend.primary:
             LOGGER.info(f"the model has no variables yet: fit, evaluate or predict will load {path}")

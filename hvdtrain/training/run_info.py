@@ -17,8 +17,8 @@ from hvdtrain.runtime.session import current
 from hvdtrain.state.optimizers import rate_of
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.evaluation.evaluate import Evaluation
-from hvdtrain.training.loop.loop import Plan
 from hvdtrain.training.options import StepOptions
+from hvdtrain.training.plan import Plan
 
 
 def run_info(backend: Backend, state: TrainState, options: StepOptions, data: TrainingData, plan: Plan) -> RunInfo:

@@ -18,6 +18,9 @@ from hvdtrain.data.batch import Batch
 from hvdtrain.data.streams.python_batches import as_function
 from hvdtrain.optim.precision import precision
 from hvdtrain.training.agreement import agree_on_call
+from hvdtrain.training.callbacks.batch_checks import BatchChecks
+from hvdtrain.training.callbacks.keras_callbacks import evaluation_callbacks
+from hvdtrain.training.callbacks.report import FitResult
 from hvdtrain.training.evaluation.evaluate import as_keras_returns
 from hvdtrain.training.evaluation.predict import build_for, own_outputs, prediction_batches
 from hvdtrain.training.fit_arguments import (
@@ -35,9 +38,6 @@ from hvdtrain.training.fit_arguments import (
 )
 from hvdtrain.training.fitting import FittingTrainer
 from hvdtrain.training.inputs import evaluation_data, number_of_samples, validation_batches, with_class_weights
-from hvdtrain.training.loop.batch_checks import BatchChecks
-from hvdtrain.training.loop.keras_callbacks import evaluation_callbacks
-from hvdtrain.training.loop.report import FitResult
 from hvdtrain.training.run_info import show_evaluation
 from hvdtrain.training.update_rules.zero.building import is_built_sharded
 
@@ -338,7 +338,7 @@ class Trainer(FittingTrainer):
         checks = self._batch_checks
         if checks is None or checks.rule is not self.rule or checks.state is not self.state:
             checks = self._batch_checks = BatchChecks(self.backend, self.state, self.rule, self.options)
-        step = self._factory.train_step(self.state, self.rule, samples)
+        step = self.factory.train_step(self.state, self.rule, samples)
         step.begin_metrics()
         taken = step(batch, measure=False)
         self.state.scalars.step += 1

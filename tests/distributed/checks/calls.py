@@ -13,7 +13,7 @@ from worlds import worlds
 import hvdtrain
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.training.inputs import training_data
-from hvdtrain.training.loop.loop import Plan
+from hvdtrain.training.plan import Plan
 
 DATA = samples(48)
 

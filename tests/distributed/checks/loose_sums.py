@@ -69,7 +69,7 @@ def check_sums_count_in_full(world: World) -> None:
     for options in RULES.values():
         with refused("The step of OwnStep is its own", ConfigError):
             trained("own step", world, options)
-        assert "each rank computes layer Adding" in trained("added", world, options)._factory.warnings[0]
+        assert "each rank computes layer Adding" in trained("added", world, options).factory.warnings[0]
 
 
 def samples() -> tuple[np.ndarray, np.ndarray]:

@@ -291,7 +291,7 @@ def check_negatives_of_all_ranks_are_those_of_one_process(world: World) -> None:
             return [model.fit(batches, epochs=2, verbose=0).history, model.get_weights(), []]
         trainer = hvdtrain.Trainer(model, backend=world.backend)
         history = trainer.fit(batches, epochs=2, verbose=0).history
-        return [history, model.get_weights(), trainer._factory.warnings]
+        return [history, model.get_weights(), trainer.factory.warnings]
 
     with computing_in("float64"):
         *expected, _ = trained(gathers=False)

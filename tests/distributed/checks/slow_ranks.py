@@ -9,7 +9,7 @@ from world import World
 from worlds import worlds
 
 import hvdtrain
-from hvdtrain.training.loop.report import FitResult, summary_of
+from hvdtrain.training.callbacks.report import FitResult, summary_of
 
 PAUSE_S = 0.1
 """Long beside what a busy machine adds to a step."""

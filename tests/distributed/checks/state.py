@@ -18,7 +18,7 @@ from hvdtrain.config.errors import CheckpointError
 from hvdtrain.runtime.placement import box_shape
 from hvdtrain.state.named_tensors import NamedTensor, replicated_tensor
 from hvdtrain.training.inputs import training_data
-from hvdtrain.training.loop.loop import Plan
+from hvdtrain.training.plan import Plan
 
 
 def model_after_others(seed: int, others: int, *middle: Any) -> keras.Model:

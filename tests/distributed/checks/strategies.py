@@ -26,7 +26,7 @@ from hvdtrain.runs.run_data import run_data
 from hvdtrain.runs.trainers import run_trainer
 from hvdtrain.runtime.strategies import open_strategy
 from hvdtrain.training.inputs import training_data
-from hvdtrain.training.loop.loop import Plan
+from hvdtrain.training.plan import Plan
 
 REFUSED: dict[str, dict[str, Any]] = {
     "accumulate": {"accumulate": 2},

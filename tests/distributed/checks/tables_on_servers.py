@@ -13,7 +13,7 @@ import hvdtrain
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.observability.events import Observer, StepRecord
 from hvdtrain.training.inputs import training_data
-from hvdtrain.training.loop.loop import Plan
+from hvdtrain.training.plan import Plan
 
 FIT = {"batch": BATCH, "epochs": EPOCHS, "shuffle": False, "verbose": False}
 STEPS = -(-SAMPLES // BATCH)

@@ -10,7 +10,7 @@ from hvdtrain.checkpoint.selection import find_checkpoint
 from hvdtrain.config.checkpoint import BestMetric, CheckpointConfig, best_metric
 from hvdtrain.config.errors import CheckpointError, ConfigError
 from hvdtrain.training.inputs import training_data, validation_batches
-from hvdtrain.training.loop.loop import Plan
+from hvdtrain.training.plan import Plan
 from hvdtrain.training.trainer import Trainer
 from tests.builders import dense, samples
 

@@ -14,7 +14,7 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.observability.events import Observer, Observers
 from hvdtrain.observability.jsonl import JsonlWriter
 from hvdtrain.training.inputs import training_data, validation_batches
-from hvdtrain.training.loop.loop import Plan
+from hvdtrain.training.plan import Plan
 from hvdtrain.training.trainer import Trainer
 from tests.builders import dense, samples
 from tests.extended import mostly_extended

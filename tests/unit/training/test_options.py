@@ -24,7 +24,7 @@ from hvdtrain.optim.precision import (
     with_loss_scaling,
 )
 from hvdtrain.training.advice import advice, crowded
-from hvdtrain.training.loop.loss_monitor import LossMonitor
+from hvdtrain.training.callbacks.loss_monitor import LossMonitor
 from hvdtrain.training.options import StepOptions, TrainerOptions, step_options
 from hvdtrain.training.step.batches import per_microbatch
 from hvdtrain.training.trainer import Trainer

@@ -12,8 +12,8 @@ from hvdtrain.state.hashes import checksum
 from hvdtrain.training.agreement import agree_on_call, settings_of
 from hvdtrain.training.compile_settings import Objective
 from hvdtrain.training.evaluation.evaluate import broadcast_first_weights
-from hvdtrain.training.loop.loop import Plan
 from hvdtrain.training.options import StepOptions
+from hvdtrain.training.plan import Plan
 from tests.unit.gathering import on_ranks
 
 

@@ -9,9 +9,9 @@ from hvdtrain.backends.single import SingleBackend
 from hvdtrain.config.errors import ConfigError, DataError, NonFiniteError
 from hvdtrain.observability.events import Observer
 from hvdtrain.runtime.session import current
+from hvdtrain.training.callbacks.report import FitResult, summary_of
 from hvdtrain.training.inputs import training_data, validation_batches
-from hvdtrain.training.loop.loop import Plan
-from hvdtrain.training.loop.report import FitResult, summary_of
+from hvdtrain.training.plan import Plan
 from hvdtrain.training.step import train_step
 from hvdtrain.training.trainer import Trainer
 from tests.builders import cross_entropy, dense, samples
@@ -579,7 +579,7 @@ def test_data_whose_shapes_keep_changing_share_a_graph(monkeypatch):
         layers = [keras.Input((None, 2)), keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(3)]
         trainer = Trainer(keras.Sequential(layers), sgd(), CROSSENTROPY)
         trainer.fit(batches, epochs=2, verbose=False, log_every=3)
-        (step,) = trainer._factory._known.values()
+        (step,) = trainer.factory._known.values()
         return trainer.model.get_weights(), step
 
     weights, step = trained()

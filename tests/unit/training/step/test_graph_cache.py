@@ -107,7 +107,7 @@ def test_a_graph_that_is_given_up_is_gone(accumulate, monkeypatch):
         trainer.fit(x, np.zeros((64, 3), "float32"), batch=4, verbose=0, log_every=1)
 
     fit(5)
-    (step,) = trainer._factory._known.values()
+    (step,) = trainer.factory._known.values()
     (first,) = step._special._graphs.values()
     gone = [weakref.ref(first), weakref.ref(first.graph)]
     del first
@@ -122,7 +122,7 @@ def test_graphs_are_gone_with_their_trainer():
     """Else each of a search's models, or of the folds of a cross-validation, would stay in memory."""
     trainer = Trainer(keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)]), "sgd", "mse")
     trainer.fit(np.ones((8, 2), "float32"), np.zeros((8, 3), "float32"), batch=4, verbose=0)
-    (step,) = trainer._factory._known.values()
+    (step,) = trainer.factory._known.values()
     gone = [weakref.ref(function.graph) for function in step._special._graphs.values()]
     del trainer, step
     for _ in range(2):  # the second takes what the first has released

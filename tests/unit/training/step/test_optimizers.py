@@ -15,7 +15,7 @@ from hvdtrain.observability.jsonl import flat_record
 from hvdtrain.state.optimizers import optimizers_of
 from hvdtrain.state.structure import structure_of
 from hvdtrain.training.inputs import training_data
-from hvdtrain.training.loop.loop import Plan
+from hvdtrain.training.plan import Plan
 from hvdtrain.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("session")
@@ -304,7 +304,7 @@ def test_an_epoch_that_is_resumed_reports_all_of_it():
         trainer = Trainer(model)
         data = training_data(X, trainer.backend, batch=8, seed=0, shuffle=False, steps_per_epoch=None)
         trainer.build(data)
-        step = trainer._factory.train_step(trainer.state, trainer.rule, 8)
+        step = trainer.factory.train_step(trainer.state, trainer.rule, 8)
         return step, [batch for batch, _ in zip(data.batches(0), range(3), strict=False)]
 
     zero = keras.optimizers.SGD(0.0)

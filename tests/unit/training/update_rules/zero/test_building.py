@@ -257,9 +257,9 @@ def test_an_evaluation_between_epochs_gathers_no_more_than_a_layer(monkeypatch):
     monkeypatch.setattr(ShardedParametersUpdate, "gather_weights", lambda self: (shown.append(self._shown), show(self)))
     trainer = trainer_of(3)
     losses = []
-    evaluate = trainer._evaluate
+    evaluate = trainer.evaluate_batches
     monkeypatch.setattr(
-        trainer, "_evaluate", lambda *parts: losses.append((list(shown), evaluate(*parts))) or losses[-1][1]
+        trainer, "evaluate_batches", lambda *parts: losses.append((list(shown), evaluate(*parts))) or losses[-1][1]
     )
     trainer.fit(DATA, validation_data=DATA, batch=24, epochs=2, shuffle=False, verbose=False)
     assert [before for before, _ in losses] == [[], []]

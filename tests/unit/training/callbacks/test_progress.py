@@ -8,7 +8,7 @@ import pytest
 from hvdtrain.checkpoint.checkpointer import Checkpointer
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.training.inputs import training_data
-from hvdtrain.training.loop.loop import Plan
+from hvdtrain.training.plan import Plan
 from hvdtrain.training.trainer import Trainer
 from tests.builders import dense, samples
 
@@ -22,7 +22,7 @@ def step_of(metrics):
     trainer = Trainer(model, keras.optimizers.SGD(0.0), "sparse_categorical_crossentropy", metrics())
     data = training_data((X, Y), trainer.backend, batch=16, seed=0, shuffle=False, steps_per_epoch=None)
     trainer.build(data)
-    step = trainer._factory.train_step(trainer.state, trainer.rule, data.batch)
+    step = trainer.factory.train_step(trainer.state, trainer.rule, data.batch)
     return step, [batch for batch, _ in zip(data.batches(0), range(3), strict=False)]
 
 

@@ -1,4 +1,4 @@
-"""Step times, throughput and data waits of the loop."""
+"""Step times and throughput of the loop, and its waits for data."""
 
 import time
 from collections import Counter, deque
@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from typing import TypeVar
 
 import numpy as np
-
-from hvdtrain.backends.protocol import Backend, gather
 
 HAND_OVER_S = 5e-4
 """Taking a ready batch of digits takes 0.28 to 0.43 ms (2 cores, 10th to 90th percentile of 380)."""
@@ -106,49 +104,3 @@ class StepClock:
         """Return the median throughput over the steps of `steady_ms`."""
         steady = self.steady_ms()
         return float(1000.0 * self._samples / np.median(steady)) if steady else 0.0
-
-
-WAITING_SHARE = 0.05
-"""Fraction of the time spent waiting for data above which a warning is given."""
-WORTH_S = 2.0
-"""Seconds waited below which nothing is said: a small run is over sooner than it is tuned."""
-ENOUGH_STEPS = 30
-"""Steady steps needed for a reliable fraction: of 3, one late batch makes 7 %."""
-
-
-class DataWaitWatch:
-    """Detects input-bound steps across ranks and warns once.
-
-    Checks after a number of steady steps, then each time this number doubles; a check is a small exchange.
-
-    Args:
-        backend: the replicas: one rank's data wait delays all others in the exchange, which does not count as theirs.
-    """
-
-    def __init__(self, backend: Backend, clock: StepClock, remedy: str) -> None:
-        self._backend = backend
-        self._clock = clock
-        self._remedy = remedy
-        self._next = ENOUGH_STEPS
-        self._told = False
-
-    def look(self) -> str | None:
-        """Return a warning if steps are input-bound, else None. Collective."""
-        if self._told or self._clock.steady_steps < self._next:
-            return None
-        self._next = 2 * self._clock.steady_steps
-        seen = gather(self._backend, [self._clock.waiting_share(), self._clock.waited()])
-        if max(seconds for _, seconds in seen) < WORTH_S:
-            return None
-        said = waiting_warning([share for share, _ in seen], self._remedy)
-        self._told = said is not None
-        return said
-
-
-def waiting_warning(shares: list[float], remedy: str) -> str | None:
-    """Return the warning for each rank's data-wait fraction; None if all are small."""
-    most = max(shares)
-    if most <= WAITING_SHARE:
-        return None
-    where = f" on rank {shares.index(most)}" if len(shares) > 1 else ""
-    return f"warning: steps wait for data {most:.0%} of the time{where}. {remedy}"

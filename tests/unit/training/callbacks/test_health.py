@@ -12,10 +12,11 @@ import hvdtrain
 from hvdtrain.config.data import DataConfig
 from hvdtrain.observability.events import Observer
 from hvdtrain.runs.run_data import waiting_advice
+from hvdtrain.training import clock
+from hvdtrain.training.callbacks import health
+from hvdtrain.training.clock import HAND_OVER_S, KEPT_STEPS, WARM_UP_STEPS, StepClock
 from hvdtrain.training.inputs import training_data
-from hvdtrain.training.loop import clock
-from hvdtrain.training.loop.clock import HAND_OVER_S, KEPT_STEPS, WARM_UP_STEPS, DataWaitWatch, StepClock
-from hvdtrain.training.loop.loop import Plan
+from hvdtrain.training.plan import Plan
 from tests.unit.gathering import on_ranks
 
 
@@ -123,12 +124,13 @@ def test_advice_names_what_is_not_done_already(options, heavy, named, not_named)
 def test_one_rank_that_waits_is_found_after_enough_steps(now):
     def body(backend):
         clock = StepClock(8)
-        watch, said = DataWaitWatch(backend, clock, "Do this."), {}
+        said, step = {}, 0
+        watch = health.DataWait(backend, clock, "Do this.", lambda text: said.update({step: text}))
         for step in range(1, 201):
             clock.note(1.0, 0.5 if backend.index == 1 and step > 40 else 0.0)
             if step % 5 == 0:
-                said[step] = watch.look()
-        return {step: text for step, text in said.items() if text}
+                watch.after_step(None)
+        return said
 
     first, second = on_ranks(2, body)
     assert first == second
@@ -176,7 +178,7 @@ def said_of_slow_data(steps):
 
 def test_a_run_with_slow_data_says_so_once_and_not_only_when_all_is_over(session, monkeypatch):
     assert said_of_slow_data(60) == {}, "of less than a second"
-    monkeypatch.setattr(clock, "WORTH_S", 0.5)
+    monkeypatch.setattr(health, "WORTH_S", 0.5)
     said = said_of_slow_data(60)
     assert list(said) == [40]
     assert "num_parallel_calls" in said[40]

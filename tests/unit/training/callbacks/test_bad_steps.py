@@ -14,7 +14,7 @@ from hvdtrain.checkpoint.naming import complete
 from hvdtrain.config.checkpoint import Checkpoint
 from hvdtrain.config.errors import BadStepError, CheckpointError, ConfigError, NonFiniteError, on_command_line
 from hvdtrain.config.training import BadStepConfig
-from hvdtrain.training.loop.loop import Plan
+from hvdtrain.training.plan import Plan
 from hvdtrain.training.step.guard import FEWEST, GOOD, HISTORY, NON_FINITE, SPIKE, GuardedTotals, StepGuard
 from hvdtrain.training.trainer import Trainer
 from tests.builders import cross_entropy, dense, samples

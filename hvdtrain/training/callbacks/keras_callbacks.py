@@ -20,8 +20,8 @@ from hvdtrain.state.named_tensors import NamedTensor, placed_tensor
 from hvdtrain.state.optimizers import optimizers_of, rate_of
 from hvdtrain.state.structure import structure_of
 from hvdtrain.state.variables import restoring, unwrap
+from hvdtrain.training.callbacks.base import Outcome, StepEnd
 from hvdtrain.training.evaluation.evaluate import EvaluationHooks
-from hvdtrain.training.loop.loop import Outcome, StepEnd
 
 _callbacks = keras.callbacks
 
@@ -265,12 +265,9 @@ class KerasCallbacks(EvaluationHooks):
         held = [self._model, *optimizers_of(self._model).values()]
         return restoring(unwrap(variable) for each in held for variable in each.variables if not len(variable.shape))
 
-    def end_step(self, step: StepEnd, metrics: Callable[[], Mapping[str, Any]]) -> None:
-        """End a step, with the results of the epoch so far.
-
-        `metrics` is a collective: all replicas call this, or none.
-        """
-        self.list.on_train_batch_end(step.place, dict(metrics()))
+    def end_step(self, step: StepEnd, results: Mapping[str, Any]) -> None:
+        """End a step, with the results of the epoch so far."""
+        self.list.on_train_batch_end(step.place, dict(results))
 
     def begin_evaluation(self) -> None:
         """Begin the validation."""

@@ -4,16 +4,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvdtrain.observability.events import EpochRecord, EvaluationRecord, Observer, StepRecord
+from hvdtrain.observability.events import EpochRecord, EvaluationRecord, StepRecord
 from hvdtrain.observability.summary import median_p90
 from hvdtrain.observability.wording import with_loss
 from hvdtrain.runtime.stragglers import SlowRank
-from hvdtrain.state.scalars import Scalars
+from hvdtrain.training.callbacks.base import MEASURED, Callback, StepEnd
+from hvdtrain.training.callbacks.parts import Parts
+from hvdtrain.training.clock import StepClock
 from hvdtrain.training.evaluation.evaluate import Evaluation
-from hvdtrain.training.loop.clock import StepClock
-from hvdtrain.training.loop.loop import StepEnd
-from hvdtrain.training.loop.loss_monitor import LossMonitor
-from hvdtrain.training.step.contract import CompiledStep, Measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,28 +53,31 @@ class FitResult:
     """With `update="async"`, the slices of batches that each rank has trained on."""
 
 
-class TrainingReport:
-    """Computes metrics, sends them to observers and keeps those of epochs."""
+class TrainingReport(Callback):
+    """Logs measured steps, sends epochs and evaluations to observers, and keeps them for the result."""
 
-    def __init__(self, step: CompiledStep, monitor: LossMonitor, clock: StepClock, observers: Observer) -> None:
-        self._step = step
-        self._monitor = monitor
+    when = MEASURED
+
+    def __init__(self, parts: Parts, clock: StepClock) -> None:
+        self.measures = parts.plan.logged
+        self._parts = parts
         self._clock = clock
-        self._observers = observers
         self._evaluations: list[EvaluationRecord] = []
         self._epoch_loss: float | None = float("nan")
         self._history: dict[str, list[Any]] = {}
         self._epochs: list[int] = []
 
-    def log_step(self, step: StepEnd, measured: Measured, loss: float) -> None:
-        """Report a measured step. Collective."""
-        metrics = dict(self._step.recent_metrics())
-        so_far = dict(self._step.metrics_so_far())
+    def after_step(self, step: StepEnd) -> None:
+        """Report a measured step, after it was checked. Collective."""
+        measured = step.taken.measured
+        assert measured is not None, "it is due after measured steps"
+        metrics = dict(self._parts.step.recent_metrics())
+        so_far = dict(self._parts.step.metrics_so_far())
         metrics.pop("loss", None)
         record = StepRecord(
             step=step.number,
             epoch=step.epoch,
-            loss=loss if "loss" in so_far else None,
+            loss=step.loss if "loss" in so_far else None,
             learning_rate=float(measured.learning_rate),
             samples_per_second=self._clock.samples_per_second(),
             grad_norm=float(measured.grad_norm),
@@ -84,12 +85,12 @@ class TrainingReport:
             metrics=metrics,
             so_far=so_far,
         )
-        self._observers.on_step(record)
+        self._parts.observers.on_step(record)
 
     def training_metrics(self) -> dict[str, Any]:
         """Return loss and metrics of the epoch, and begin the next. Collective."""
-        self._monitor.end_epoch()
-        figures = dict(self._step.epoch_metrics())
+        self._parts.monitor.end_epoch()
+        figures = dict(self._parts.step.epoch_metrics())
         self._epoch_loss = figures.get("loss")
         return figures
 
@@ -99,7 +100,7 @@ class TrainingReport:
             step=step.number, epoch=step.epoch, loss=outcome.loss, seconds=outcome.seconds, metrics=outcome.metrics
         )
         self._evaluations.append(record)
-        self._observers.on_evaluation(record)
+        self._parts.observers.on_evaluation(record)
         return {f"val_{name}": value for name, value in outcome.as_dict().items()}
 
     def end_epoch(self, step: StepEnd, figures: Mapping[str, Any]) -> None:
@@ -107,23 +108,12 @@ class TrainingReport:
         self._epochs.append(step.epoch)
         for name in sorted(figures):  # the order in which Keras hands them to callbacks
             self._history.setdefault(name, []).append(figures[name])
-        self._observers.on_epoch(EpochRecord(step.number, step.epoch, figures))
+        self._parts.observers.on_epoch(EpochRecord(step.number, step.epoch, figures))
 
-    def result(
-        self,
-        scalars: Scalars,
-        *,
-        wall_seconds: float,
-        history: Any = None,
-        guarded: bool = False,
-        slowest: SlowRank | None = None,
-        of_rule: Mapping[str, Any] | None = None,
-    ) -> FitResult:
-        """Return the result of the training.
-
-        `history` is Keras' History, if there were callbacks, which may have added metrics.
-        """
-        bad = scalars.bad_steps
+    def result(self, *, wall_seconds: float, slowest: SlowRank | None) -> FitResult:
+        """Return the result of the training; its history is Keras', if there were callbacks, which may add to it."""
+        scalars, rule, keras = self._parts.state.scalars, self._parts.rule, self._parts.keras
+        bad, figures = scalars.bad_steps, rule.figures
         counts = {"non_finite": bad.non_finite, "spikes": bad.spikes, "rollbacks": bad.rollbacks}
         return FitResult(
             steps=scalars.step,
@@ -134,13 +124,13 @@ class TrainingReport:
             step_ms=median_p90(self._clock.steady_ms()),
             wall_seconds=wall_seconds,
             data_wait=self._clock.waiting_share(),
-            history=self._history if history is None else history.history,
-            epoch=self._epochs if history is None else history.epoch,
-            skipped=self._monitor.skipped,
+            history=self._history if keras is None else keras.history.history,
+            epoch=self._epochs if keras is None else keras.history.epoch,
+            skipped=self._parts.monitor.skipped,
             slowest_rank=slowest,
-            bad_steps=counts if guarded else None,
-            staleness=(of_rule or {}).get("staleness"),
-            slices=(of_rule or {}).get("slices"),
+            bad_steps=None if rule.guard is None else counts,
+            staleness=figures.get("staleness"),
+            slices=figures.get("slices"),
         )
 
 

@@ -17,14 +17,14 @@ from hvdtrain.compat.tensorflow import compiled
 from hvdtrain.config.errors import DesyncError, opt
 from hvdtrain.state.hashes import Holders, TensorHashes
 from hvdtrain.state.train_state import TrainState
-from hvdtrain.training.loop.loop import StepEnd
+from hvdtrain.training.callbacks.base import EVERY_STEP, Callback, StepEnd
 from hvdtrain.training.update_rules.base import UpdateRule
 
 NAMED = 3
 """Variables named in an error."""
 
 
-class DesyncCheck:
+class DesyncCheck(Callback):
     """Compares a hash of the state across ranks. Collective.
 
     Checks at a fixed interval, at the ends of epochs, and after steps 1, 2, 4, 8 … of a training: divergence starts at
@@ -36,6 +36,8 @@ class DesyncCheck:
         first_step: completed steps before the training.
         every: steps between two checks; 0: never.
     """
+
+    when = EVERY_STEP
 
     def __init__(self, backend: Backend, state: TrainState, rule: UpdateRule, first_step: int, every: int) -> None:
         self._backend = backend
@@ -54,7 +56,7 @@ class DesyncCheck:
             lambda mine: backend.run(lambda: backend.everyone.all_gather(mine, name="desync/checksum"))
         )
 
-    def __call__(self, step: StepEnd) -> None:
+    def after_step(self, step: StepEnd) -> None:
         """Check after `step`, if due. Raises DesyncError naming the variables and the ranks that differ."""
         if self._due(step):
             self.look(f"step {step.number}")

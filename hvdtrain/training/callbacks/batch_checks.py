@@ -7,10 +7,10 @@ from hvdtrain.config.options import check
 from hvdtrain.optim.precision import has_dynamic_scale, loss_scale_of
 from hvdtrain.runtime.logs import LOGGER
 from hvdtrain.state.train_state import TrainState
-from hvdtrain.training.loop.bad_steps import BadStepPolicy
-from hvdtrain.training.loop.desync_check import DesyncCheck
-from hvdtrain.training.loop.loop import StepEnd
-from hvdtrain.training.loop.loss_monitor import LossMonitor
+from hvdtrain.training.callbacks.bad_steps import BadStepPolicy
+from hvdtrain.training.callbacks.base import StepEnd
+from hvdtrain.training.callbacks.desync_check import DesyncCheck
+from hvdtrain.training.callbacks.loss_monitor import LossMonitor
 from hvdtrain.training.options import StepOptions
 from hvdtrain.training.step.contract import StepResult
 from hvdtrain.training.update_rules.base import UpdateRule
@@ -56,5 +56,7 @@ class BatchChecks:
         if guard is not None:
             scalars.recent_losses = guard.recent()
         if self._desync.needed:
-            self._desync(StepEnd(number=scalars.step, epoch=0, place=0, first=False, ends_epoch=False, last=False))
+            self._desync.after_step(
+                StepEnd(number=scalars.step, epoch=0, place=0, first=False, ends_epoch=False, last=False)
+            )
         return bool(bad)

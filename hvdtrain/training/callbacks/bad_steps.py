@@ -6,15 +6,11 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.backends.protocol import Backend, gather
-from hvdtrain.checkpoint.background import BackgroundSaver
-from hvdtrain.checkpoint.restore import restore
-from hvdtrain.config.errors import BadStepError, CheckpointError, NonFiniteError, opt
+from hvdtrain.config.errors import BadStepError, NonFiniteError, opt
 from hvdtrain.config.training import BadStepConfig
 from hvdtrain.observability.wording import plural
-from hvdtrain.state.scalars import Scalars, scalars_from
 from hvdtrain.state.train_state import TrainState
-from hvdtrain.training.loop.loss_monitor import BadStep
-from hvdtrain.training.update_rules.base import UpdateRule
+from hvdtrain.training.callbacks.loss_monitor import BadStep
 
 NAMED = 3
 """Bad steps named individually per read of the totals."""
@@ -137,21 +133,3 @@ def _of_ranks(bad: Sequence[bool]) -> str | None:
         return ""
     more = f" and {len(found) - 8} more" if len(found) > 8 else ""
     return f" of rank {found[0]}" if len(found) == 1 else f" of ranks {', '.join(found[:8])}{more}"
-
-
-def rollback_to(saver: BackgroundSaver, backend: Backend, state: TrainState, rule: UpdateRule) -> Callable[[], Scalars]:
-    """Return a function that restores the newest good checkpoint's tensors. Collective.
-
-    It returns the checkpoint's scalars but leaves those of `state` unchanged: steps and the position in the data
-    continue. It raises CheckpointError if there is no good checkpoint.
-    """
-
-    def roll_back() -> Scalars:
-        path = saver.files.find_to_go_on()
-        if path is None:
-            raise CheckpointError("There is no checkpoint to roll back to: all were removed.")
-        saved = scalars_from(restore(path, state.named_tensors(), backend))
-        rule.on_state_loaded()
-        return saved
-
-    return roll_back

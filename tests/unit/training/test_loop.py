@@ -6,23 +6,15 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdtrain.backends.single import SingleBackend
 from hvdtrain.config.errors import NonFiniteError
 from hvdtrain.runtime.hang.signs import Activity
 from hvdtrain.state.scalars import Scalars
-from hvdtrain.training.loop import loss_monitor
-from hvdtrain.training.loop.loop import (
-    EPOCH_ENDS,
-    EVERY_STEP,
-    FEW_STEPS,
-    MEASURED,
-    STOPS,
-    Outcome,
-    Plan,
-    TrainingLoop,
-    When,
-)
-from hvdtrain.training.loop.loss_monitor import LossMonitor
+from hvdtrain.training.callbacks import loss_monitor
+from hvdtrain.training.callbacks.base import EPOCH_ENDS, EVERY_STEP, MEASURED, NEVER, STOPS, Callback, Outcome, When
+from hvdtrain.training.callbacks.loss_monitor import LossMonitor
+from hvdtrain.training.clock import StepClock
+from hvdtrain.training.loop import FEW_STEPS, TrainingLoop
+from hvdtrain.training.plan import Plan
 from hvdtrain.training.step.contract import StepResult
 
 STEPS_PER_EPOCH = 4
@@ -57,21 +49,29 @@ def scalars_of(step):
     return Scalars(step=step, epoch=epoch, step_in_epoch=within)
 
 
-def looping(plan, start=0, *, saves=False):
-    """Return a loop, its state and its step."""
+class After(Callback):
+    """Calls a function after the steps of `when`, which are measured if `measures` says so."""
+
+    def __init__(self, when, function, measures=NEVER):
+        self.when, self.measures, self.after_step = when, measures, function
+
+
+def looping(plan, callbacks=(), start=0, *, saves=False, **options):
+    """Return a loop that measures logged steps, its state and its step."""
     state = types.SimpleNamespace(scalars=scalars_of(start))
     step = Notes()
     measured = [plan.logged, plan.saved] if saves else [plan.logged]
-    loop = TrainingLoop(SingleBackend(None), state, step, Data(), total_steps=plan.total_steps, measured=measured)
-    return loop, state, step
+    measuring = [After(NEVER, None, when) for when in measured]
+    options = {"activity": Activity(), "clock": StepClock(Data.batch), **options}
+    return TrainingLoop(state, step, Data(), [*measuring, *callbacks], plan=plan, **options), state, step
 
 
-def noting(loop, **whens):
-    """Add a hook for each of `whens`, and return the steps after which each was called."""
+def noting(**whens):
+    """Return a callback for each of `whens`, and the steps after which each was called."""
     called = {name: [] for name in whens}
-    for name, when in whens.items():
-        loop.add_hook(lambda step, name=name: called[name].append(step.number), when)
-    return called
+    return [
+        After(when, lambda step, name=name: called[name].append(step.number)) for name, when in whens.items()
+    ], called
 
 
 def test_the_watchdog_is_told_what_the_loop_does():
@@ -88,9 +88,8 @@ def test_the_watchdog_is_told_what_the_loop_does():
         return StepResult(tf.zeros(3), None)
 
     state = types.SimpleNamespace(scalars=scalars_of(3))
-    loop = TrainingLoop(SingleBackend(None), state, step, Telling(), total_steps=5, measured=[], activity=activity)
-    loop.add_hook(lambda _: seen.append((activity.phase, activity.step)), EVERY_STEP)
-    loop.run()
+    telling = After(EVERY_STEP, lambda _: seen.append((activity.phase, activity.step)))
+    TrainingLoop(state, step, Telling(), [telling], plan=Plan(5), clock=StepClock(8), activity=activity).run()
     assert seen == [
         *[("loading", 4), ("compiling", 4), ("callbacks", 4)],
         *[("loading", 5), ("step", 5), ("callbacks", 5)],
@@ -99,10 +98,8 @@ def test_the_watchdog_is_told_what_the_loop_does():
 
 
 def test_hooks_are_called_when_they_are_due(monkeypatch):
-    monkeypatch.setattr("hvdtrain.training.loop.loop.FEW_STEPS", 0)
-    loop, state, step = looping(Plan(10, log_every=3), start=1)
-    called = noting(
-        loop,
+    monkeypatch.setattr("hvdtrain.training.loop.FEW_STEPS", 0)
+    callbacks, called = noting(
         every=EVERY_STEP,
         third=When(every=3),
         epochs=EPOCH_ENDS,
@@ -110,8 +107,9 @@ def test_hooks_are_called_when_they_are_due(monkeypatch):
         last=When(last=True),
         measured=MEASURED,
         first_or_fifth=When(every=5, first=True),
-        never=When(),
+        never=NEVER,
     )
+    loop, state, step = looping(Plan(10, log_every=3), callbacks, start=1)
     loop.run()
     assert called == {
         "every": [*range(2, 11)],
@@ -130,10 +128,10 @@ def test_hooks_are_called_when_they_are_due(monkeypatch):
 
 @pytest.mark.parametrize(("every", "saved"), [(None, [4, 8, 10]), (5, [5, 10]), (7, [7, 10])])
 def test_saved_steps_are_measured(monkeypatch, every, saved):
-    monkeypatch.setattr("hvdtrain.training.loop.loop.FEW_STEPS", 0)
+    monkeypatch.setattr("hvdtrain.training.loop.FEW_STEPS", 0)
     plan = Plan(10, log_every=100, checkpoint_every=every)
-    loop, _, step = looping(plan, saves=True)
-    called = noting(loop, saved=plan.saved)
+    callbacks, called = noting(saved=plan.saved)
+    loop, _, step = looping(plan, callbacks, saves=True)
     loop.run()
     assert called["saved"] == saved
     assert step.measured == sorted({1, 4, 8, 10, *saved})
@@ -149,10 +147,10 @@ def test_a_few_steps_need_no_second_graph():
 
 
 def test_where_a_hook_stops_those_of_the_end_that_follow_are_due():
-    loop, state, _ = looping(Plan(10))
-    before = noting(loop, last=When(last=True), epochs=EPOCH_ENDS)
-    loop.add_hook(lambda step: Outcome.STOP if step.number == 6 else Outcome.CONTINUE, EVERY_STEP)
-    after = noting(loop, last=When(last=True), every=EVERY_STEP)
+    earlier, before = noting(last=When(last=True), epochs=EPOCH_ENDS)
+    stopping = After(EVERY_STEP, lambda step: Outcome.STOP if step.number == 6 else Outcome.CONTINUE)
+    later, after = noting(last=When(last=True), every=EVERY_STEP)
+    loop, state, _ = looping(Plan(10), [*earlier, stopping, *later])
     loop.run()
     assert state.scalars.step == 6
     assert before == {"last": [], "epochs": [4]}
@@ -263,16 +261,15 @@ class StopsAt:
 
 
 def test_the_step_at_which_ranks_agree_to_stop_is_measured_and_saved_within_its_epoch(monkeypatch):
-    monkeypatch.setattr("hvdtrain.training.loop.loop.FEW_STEPS", 0)
+    monkeypatch.setattr("hvdtrain.training.loop.FEW_STEPS", 0)
     plan = Plan(10, log_every=100)
-    loop, state, step = looping(plan, saves=True)
-    loop._stopping = StopsAt(6)
-    called = noting(loop, saved=plan.saved, epochs=EPOCH_ENDS, stops=STOPS)
+    callbacks, called = noting(saved=plan.saved, epochs=EPOCH_ENDS, stops=STOPS)
 
     def leave(step):
         raise SystemExit(75)
 
-    loop.add_hook(leave, STOPS)
+    callbacks.append(After(STOPS, leave))
+    loop, state, step = looping(plan, callbacks, saves=True, stopping=StopsAt(6))
     with pytest.raises(SystemExit):
         loop.run()
     assert called == {"saved": [4, 6], "epochs": [4], "stops": [6]}

@@ -13,8 +13,8 @@ from hvdtrain.config.errors import DesyncError, on_command_line
 from hvdtrain.config.training import DESYNC_EVERY
 from hvdtrain.state.hashes import TensorHashes
 from hvdtrain.state.named_tensors import replicated_tensor
-from hvdtrain.training.loop.desync_check import DesyncCheck
-from hvdtrain.training.loop.loop import StepEnd
+from hvdtrain.training.callbacks.base import StepEnd
+from hvdtrain.training.callbacks.desync_check import DesyncCheck
 
 VALUES = {
     "kernel": tf.random.stateless_normal([3, 5], (1, 2)),
@@ -73,7 +73,7 @@ def test_ranks_are_compared_at_first_every_so_many_steps_and_at_the_end_of_an_ep
     found = []
     check.look = found.append
     for number in range(first_step + 1, 51):
-        check(
+        check.after_step(
             StepEnd(
                 number=number, epoch=0, place=number - 1, first=number == 1, ends_epoch=number == 50, last=number == 50
             )
@@ -87,7 +87,7 @@ def test_a_step_is_compared_before_it_is_saved_unless_it_was():
 
     def save(number, *, ends=False, callbacks=False):
         step = StepEnd(number=number, epoch=0, place=number - 1, first=False, ends_epoch=ends, last=False)
-        check(step)
+        check.after_step(step)
         check.before_save(step, callbacks=callbacks)
         taken, found[:] = list(found), []
         return taken

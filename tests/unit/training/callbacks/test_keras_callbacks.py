@@ -8,7 +8,7 @@ import pytest
 
 import hvdtrain
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.training.loop.keras_callbacks import needs_of_all
+from hvdtrain.training.callbacks.keras_callbacks import needs_of_all
 from hvdtrain.training.trainer import Trainer
 from tests.builders import cross_entropy, samples
 
