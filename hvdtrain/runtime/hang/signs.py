@@ -51,22 +51,34 @@ class Block:
 class StepTimer:
     """Records the durations of this rank's steps and of the time between.
 
-    Steps after a measured step do not count: ranks synchronize between them.
+    Steps after a measured step do not count: ranks synchronize between them. Where they do so after every step, they
+    say so by `waiting`.
     """
 
     def __init__(self) -> None:
         self._seen = 0
         self._size = FIRST_BLOCK_STEPS
         self._ended: float | None = None
+        self._waited = 0.0
         self.blocks: list[Block] = []
 
     def pause(self) -> None:
         """Exclude the time until the next step."""
         self._ended = None
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Context of an exchange between two steps, in which this rank waits for slower ones."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._waited += time.perf_counter() - begin
+
     def note(self, begin: float, end: float) -> None:
         """Record a step from `begin` to `end`, in seconds of one clock."""
         before, self._ended = self._ended, end
+        waited, self._waited = self._waited, 0.0
         self._seen += 1
         if before is None or self._seen <= WARM_UP_STEPS:
             return
@@ -76,7 +88,7 @@ class StepTimer:
                 self.blocks = [Block.sum_of(pair) for pair in pairs]
                 self._size *= 2
             self.blocks.append(Block())
-        self.blocks[-1].add(Block(1, begin - before, end - begin))
+        self.blocks[-1].add(Block(1, begin - before - waited, end - begin + waited))
 
     def total(self) -> Block:
         """Return the sum of all steps; for any thread."""

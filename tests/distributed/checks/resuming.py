@@ -91,7 +91,10 @@ def check_a_training_goes_on_where_only_rank_0_sees_its_checkpoints(world: World
         fresh = trainer_of(world)
         fresh.restore("saved", "best")
         assert fresh.state.scalars.step == again.state.scalars.best["step"]
-        assert fresh.evaluate(DATA, verbose=0, return_dict=True)["loss"] == again.state.scalars.best["value"]
+        assert (
+            fresh.evaluate(DATA, batch=FIT["batch"], verbose=0, return_dict=True)["loss"]
+            == again.state.scalars.best["value"]
+        )
         assert trainer_of(world).resume("nowhere") is None
 
 

@@ -7,7 +7,8 @@ import time
 import pytest
 
 from hvdtrain.observability.wording import slow_rank
-from hvdtrain.runtime.hang.signs import MOST_BLOCKS, Activity, StepTimer
+from hvdtrain.runtime.hang import signs
+from hvdtrain.runtime.hang.signs import MOST_BLOCKS, WARM_UP_STEPS, Activity, Block, StepTimer
 from hvdtrain.runtime.stragglers import RankTimes, StragglerWatch, any_thread_runs, slowest_rank
 
 
@@ -172,3 +173,16 @@ def test_a_thread_that_runs_is_seen():
     watcher.join()
     assert sum(seen[len(idle) :]) / len(seen[len(idle) :]) > 0.7
     assert sum(idle) / len(idle) < 0.5
+
+
+def test_an_exchange_between_steps_is_time_in_which_a_rank_waits(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(signs.time, "perf_counter", lambda: now[0])
+    timer = StepTimer()
+    for _ in range(WARM_UP_STEPS + 3):
+        with timer.waiting():
+            now[0] += 0.5
+        now[0] += 0.25
+        timer.note(now[0], now[0] + 1.0)
+        now[0] += 1.0
+    assert timer.total() == Block(3, outside=3 * 0.25, inside=3 * 1.5)
