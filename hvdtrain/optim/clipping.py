@@ -68,19 +68,27 @@ def sum_of_squares(tensor: tf.Tensor) -> tf.Tensor:
     """
     if tensor.dtype.size < 4:  # squares of 256 are beyond float16
         tensor = tf.cast(tensor, tf.float32)
-    squares = tf.square(tf.reshape(tensor, [-1]))
-    elements = squares.shape.num_elements()
+    elements = tensor.shape.num_elements()
     if elements is not None and elements <= SUMMED_AT_ONCE:
-        return tf.cast(tf.reduce_sum(squares), tf.float64)
+        return tf.cast(tf.reduce_sum(tf.square(tensor)), tf.float64)
+    sums = tf.cast(_partial_sums(tf.reshape(tf.square(tensor), [-1])), tf.float64)
+    if elements is not None and elements <= SUMMED_AT_ONCE**2:
+        return tf.reduce_sum(sums)
     # Twice: for a table of 10^9 elements, the partial sums are still enough to be split among threads.
-    return tf.reduce_sum(_partial_sums(tf.cast(_partial_sums(squares), tf.float64)))
+    return tf.reduce_sum(_partial_sums(sums))
 
 
 def _partial_sums(values: tf.Tensor) -> tf.Tensor:
-    """Return the sums of `SUMMED_AT_ONCE` values each, and of the rest."""
-    whole = tf.size(values, out_type=tf.int64) // SUMMED_AT_ONCE * SUMMED_AT_ONCE
-    rows = tf.reshape(values[:whole], [-1, SUMMED_AT_ONCE])
-    return tf.concat([tf.reduce_sum(rows, axis=1), [tf.reduce_sum(values[whole:])]], axis=0)
+    """Return the sums of `SUMMED_AT_ONCE` of the `values` [n] each, and of the rest."""
+    elements = values.shape[0]
+    # Fewer operations where their number is known: a model has hundreds of variables, and each operation is traced.
+    count = tf.size(values, out_type=tf.int64) if elements is None else elements
+    whole = count // SUMMED_AT_ONCE * SUMMED_AT_ONCE
+    if elements is not None and whole == elements:
+        return tf.reduce_sum(tf.reshape(values, [-1, SUMMED_AT_ONCE]), axis=1)
+    rows, rest = tf.split(values, [whole, count - whole])
+    sums = tf.reduce_sum(tf.reshape(rows, [-1, SUMMED_AT_ONCE]), axis=1)
+    return tf.concat([sums, tf.reduce_sum(rest, keepdims=True)], axis=0)
 
 
 def clip_by_norm(gradients: Sequence[Any], norm: Any, bound: Any) -> list[Any]:

@@ -37,9 +37,7 @@ class UpdateRule:
         self._clipping = options.clipping
         if options.guarded:
             self.guard = StepGuard(options, scaled=has_dynamic_scale(optimizer))
-        self._variables = list(model.trainable_variables)
-        self._paths = list(structure_of(model).by_path(self._variables))
-        self._build_optimizer()
+        self._follow_variables()
 
     guard: StepGuard | None = None
     """Skips the update of a bad step; None: all updates are applied."""
@@ -104,12 +102,16 @@ class UpdateRule:
 
     def named_tensors(self) -> dict[str, NamedTensor]:
         """Return optimizer state and own tensors by path, with their shards."""
-        return replicated_slots(self.optimizer, structure_of(self.model))
+        return replicated_slots(self.optimizer, self._structure)
 
     def follow_model(self, *, training: bool = True) -> None:
         """Train the currently trainable variables, keeping known slots; `training` unless only evaluated."""
+        self._follow_variables()
+
+    def _follow_variables(self) -> None:
+        self._structure = structure_of(self.model)
         self._variables = list(self.model.trainable_variables)
-        self._paths = list(structure_of(self.model).by_path(self._variables))
+        self._paths = list(self._structure.by_path(self._variables))
         self._build_optimizer()
 
     def sync_from_model(self) -> None:
@@ -185,7 +187,7 @@ class UpdateRule:
         # A built LossScaleOptimizer would recreate its scale, and a loaded one has its state already.
         if not self.optimizer.built:
             self.optimizer.build(self._variables)
-        extend_optimizer(self.optimizer, self._variables, structure_of(self.model))
+        extend_optimizer(self.optimizer, self._variables, self._structure)
 
     def _clipped(
         self, gradients: Sequence[Gradient], norm: tf.Tensor | None
