@@ -49,10 +49,17 @@ class _Passage:
     turn: "Turn"
     seen: set[str] = field(default_factory=set)
     """Names of the ops that use the variable, as far as they are known."""
+    own: set[str] = field(default_factory=set)
+    """Names of the ops that were made to take the turn."""
     begin: Any = None
     """The read after the last call that exchanges; None if there was none."""
     end: Any = None
     """The op that waits for the collectives since then."""
+
+
+def ops_of_turns(graph: Any) -> set[str]:
+    """Return the names of the ops of a graph that only keep its collectives in their order."""
+    return {name for passage in noted_at(graph, _PASSAGES) for name in passage.own}
 
 
 class Turn:
@@ -103,8 +110,11 @@ class Turn:
         with graph.as_default(), tf.device("/cpu:0"), tf.control_dependencies(None):
             handle = graph.capture(self._variable.handle)
             if write:
-                op = tf.raw_ops.AssignVariableOp(resource=handle, value=tf.constant(0))
+                value = tf.constant(0)
+                op = tf.raw_ops.AssignVariableOp(resource=handle, value=value)
             else:
-                op = tf.identity(tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.int32)).op.inputs[0].op
+                value = tf.identity(tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.int32))
+                op = value.op.inputs[0].op
         passage.seen.add(op.name)
+        passage.own |= {each.name for each in (handle.op, value.op, op)}
         return op

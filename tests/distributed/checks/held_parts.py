@@ -121,7 +121,6 @@ class StopsOneRank(keras.callbacks.Callback):
         self.model.stop_training = self.here
 
 
-@worlds("mpirun-2", extended=True)
 @computing_in("float64")
 def check_a_callback_of_any_rank_stops_all(world: World) -> None:
     """Also one of a rank that shares its samples with another, which would wait for it."""

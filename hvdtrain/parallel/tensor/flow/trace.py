@@ -11,6 +11,7 @@ import tensorflow as tf
 from hvdtrain.compat.keras import clear_losses, flatten_layers, input_nest, losses_of
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.parallel.tensor.outputs import OutputShards, kept_outputs
+from hvdtrain.runtime.turns import ops_of_turns
 
 BY_OUTPUT_RULE = " (by its output rule)"
 """Suffix of a layer's name if only its output is sharded, not its computation."""
@@ -150,7 +151,10 @@ def traced(model: Any, inputs: Any, record: FlowRecord, *, training: bool) -> Tr
     losses = [(layer, loss) for layer, loss in losses_of(layers) if getattr(loss, "graph", None) is graph]
     clear_losses(model)
     inside = {place for call in record.calls for place in range(call.begin, call.end)}
-    operations = [op for place, op in enumerate(graph.get_operations()) if place not in inside]
+    # Made where the first collective is: of slices within a call, of whole activations outside.
+    turns = ops_of_turns(graph)
+    ops = enumerate(graph.get_operations())
+    operations = [op for place, op in ops if place not in inside and op.name not in turns]
     flat = [tensor for tensor in tf.nest.flatten(outputs) if tf.is_tensor(tensor)]
     return Trace(
         graph=graph,
