@@ -14,6 +14,7 @@ from hvdtrain.compat.tensorflow import compiled
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.runtime.compiled import run_once
 from hvdtrain.state.variables import unwrap
+from hvdtrain.training.step.own_metrics import is_own_metric, only_added_to
 from hvdtrain.training.step.patches import replaced
 from hvdtrain.training.step.placeholder import restored_if_empty
 
@@ -107,8 +108,13 @@ class StepLogs:
 
     @contextmanager
     def counting(self, has_samples: tf.Tensor | float) -> Iterator[None]:
-        """Count the metrics of a pass inside the context, unless its samples are a placeholder."""
-        with restored_if_empty(self.variables(), has_samples):
+        """Count the metrics of a pass over this replica's own samples, unless these are a placeholder.
+
+        Raises ConfigError for a metric of one's own whose variables cannot be added up over the replicas.
+        """
+        every = [*metrics_of(self._model), *compiled_metrics(self._model)] if self._replicas.size > 1 else []
+        own = [each for each in every if is_own_metric(each)]
+        with only_added_to(own), restored_if_empty(self.variables(), has_samples):
             yield
 
     def take(

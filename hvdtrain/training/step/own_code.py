@@ -12,7 +12,6 @@ from hvdtrain.compat.keras import (
     compile_arguments,
     flatten_layers,
     function_of_loss,
-    function_of_metric,
     operations_of,
 )
 from hvdtrain.partition.kinds import Rows
@@ -20,6 +19,7 @@ from hvdtrain.partition.partition import Partition
 from hvdtrain.partition.tracing import traced
 from hvdtrain.training.step.batches import reads_outputs
 from hvdtrain.training.step.logs import metrics_of
+from hvdtrain.training.step.own_metrics import is_foreign, is_own_metric
 
 
 def has_own_code(model: Any) -> bool:
@@ -36,7 +36,7 @@ def own_parts(model: Any) -> list[str]:
         *(f"layer {_named(each)}" for each in flatten_layers(model) if _is_own_layer(each)),
         *(f"operation {_named(each)}" for each in _mixing_operations(model)),
         *(f"loss {_named(each)}" for each in losses if not takes_samples_alone(each)),
-        *(f"metric {_named(each)}" for each in metrics if _is_own_metric(each)),
+        *(f"metric {_named(each)}" for each in metrics if is_own_metric(each)),
     ]
     return list(dict.fromkeys(found))
 
@@ -67,10 +67,10 @@ def _leaves(nest: Any) -> list[Any]:
 
 
 def _is_own_layer(layer: Any) -> bool:
-    if _is_foreign(layer) or isinstance(layer, keras.layers.Lambda):
+    if is_foreign(layer) or isinstance(layer, keras.layers.Lambda):
         return True
     functions = (getattr(layer, name, None) for name in ("activation", "recurrent_activation", "activity_regularizer"))
-    return any(each is not None and _is_foreign(each) for each in functions)
+    return any(each is not None and is_foreign(each) for each in functions)
 
 
 def _mixing_operations(model: Any) -> list[Any]:
@@ -116,11 +116,6 @@ def _keeps_samples_apart(operation: Any, args: Any, options: Any) -> bool:
     )
 
 
-def _is_own_metric(metric: Any) -> bool:
-    function = function_of_metric(metric) if isinstance(metric, keras.metrics.Metric) else metric
-    return _is_foreign(metric) or (function is not None and _is_foreign(function))
-
-
 def takes_samples_alone(loss: Any) -> bool:
     """Return whether a loss of Keras' own gives each sample a value that no other sample has part in."""
     function, arguments = function_of_loss(loss)
@@ -128,8 +123,3 @@ def takes_samples_alone(loss: Any) -> bool:
         return False
     axes = np.atleast_1d(arguments.get("axis", -1))
     return all(axis is not None and axis != 0 for axis in axes)
-
-
-def _is_foreign(thing: Any) -> bool:
-    module = getattr(thing, "__module__", type(thing).__module__)  # of a function, its own
-    return str(module).split(".")[0] not in ("keras", "keras_hub", "hvdtrain")

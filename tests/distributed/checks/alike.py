@@ -25,12 +25,15 @@ FIT = {"batch": BATCH, "shuffle": False, "verbose": False}
 class OwnWay(keras.layers.Layer):
     """Passes activations on, and their gradient with an error, in every element another."""
 
-    def __init__(self, error: float, **kwargs: Any) -> None:
+    rounding = 0.0
+    """Error that is each rank's own: neither an argument nor a variable, which all ranks have from rank 0."""
+
+    def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.error = tf.Variable(error, trainable=False)
+        self.error = tf.Variable(0.0, trainable=False)
 
     def call(self, inputs: Any) -> Any:
-        error = tf.cast(self.error, inputs.dtype)
+        error = tf.cast(self.error + self.rounding, inputs.dtype)
 
         @tf.custom_gradient
         def passed(x: tf.Tensor) -> Any:
@@ -43,20 +46,22 @@ class OwnWay(keras.layers.Layer):
         return passed(inputs)
 
 
-def built(error: float = 0.0) -> keras.Model:
+def built(rounding: float = 0.0) -> keras.Model:
     """A block between an embedding, whose gradient is sparse, and logits; nothing of its norm and biases is cut."""
     keras.utils.set_random_seed(5)
     tokens = keras.Input((LENGTH,), dtype="int32")
     x = keras.layers.Embedding(WORDS, WIDTH, name="tokens")(tokens)
     y = keras.layers.Dense(2 * WIDTH, activation="relu", name="up")(x)
     x = keras.layers.LayerNormalization(name="norm")(x + keras.layers.Dense(WIDTH, name="down")(y))
-    x = OwnWay(error, name="own_way")(x)
+    own_way = OwnWay(name="own_way")
+    own_way.rounding = rounding
+    x = own_way(x)
     x = keras.layers.GlobalAveragePooling1D()(x)
     return keras.Model(tokens, keras.layers.Dense(CLASSES, name="classes")(x))
 
 
-def split(mesh: World, error: float = 0.0) -> keras.Model:
-    return Parallelization(mesh.backend.along("tp"), RULES, mesh.backend)(lambda: built(error), None)
+def split(mesh: World, rounding: float = 0.0) -> keras.Model:
+    return Parallelization(mesh.backend.along("tp"), RULES, mesh.backend)(lambda: built(rounding), None)
 
 
 def data() -> tuple[np.ndarray, np.ndarray]:

@@ -1,6 +1,7 @@
 """State, metrics, statistics, randomness and checkpoints on all ranks."""
 
 from dataclasses import asdict, replace
+from itertools import product
 from typing import Any
 
 import keras
@@ -14,7 +15,7 @@ from hvdtrain.checkpoint.checkpointer import Checkpointer
 from hvdtrain.config.errors import ConfigError, DesyncError, NonFiniteError
 from hvdtrain.data.pipeline import SourceTraining
 from hvdtrain.training.inputs import training_data
-from hvdtrain.training.loop.loop import Plan
+from hvdtrain.training.plan import Plan
 
 
 def classifier(seed: int, *middle: Any) -> keras.Model:
@@ -85,16 +86,29 @@ def overlap(y_true: Any, y_pred: Any) -> Any:
 
 
 @worlds("mpirun-2", extended=True)
-def check_a_metric_that_is_no_sum_is_refused_by_name(world: World) -> None:
-    for metric, name in ((Largest(), "largest"), (overlap, "overlap")):
-        for use in ("fit", "evaluate"):
-            trainer = hvdtrain.Trainer(classifier(0), "sgd", CROSSENTROPY, [metric], backend=world.backend)
-            try:
-                getattr(trainer, use)(samples(), batch=16, verbose=False)
-            except ConfigError as error:
-                assert f"'{name}'" in str(error)
-            else:
-                raise AssertionError(f"{name} was added up by {use}")
+def check_a_metric_that_is_no_sum_is_keras_or_is_refused_by_name(world: World) -> None:
+    """Where a step sees the whole batch, so do metrics of one's own; else they cannot be added up."""
+    for metric, name in ((Largest, "largest"), (lambda: overlap, "overlap")):
+        plain = classifier(0)
+        plain.compile("sgd", CROSSENTROPY, metrics=[metric()])
+        expected = plain.fit(*samples(), batch_size=16, shuffle=False, verbose=0).history[name]
+        trainer = hvdtrain.Trainer(classifier(0), "sgd", CROSSENTROPY, [metric()], backend=world.backend)
+        found = trainer.fit(samples(), batch=16, shuffle=False, verbose=0).history[name]
+        np.testing.assert_allclose(found, expected, rtol=1e-5, err_msg=name)
+        evaluated = plain.evaluate(*samples(), batch_size=16, verbose=0, return_dict=True)[name]
+        found = trainer.evaluate(samples(), batch=16, verbose=0, return_dict=True)[name]
+        np.testing.assert_allclose(found, evaluated, rtol=1e-5, err_msg=name)
+    for use, options in product(("fit", "evaluate"), ({"whole_batch": False}, {"jit": True})):
+        trainer = hvdtrain.Trainer(classifier(0), "sgd", CROSSENTROPY, [Largest()], backend=world.backend, **options)
+        if options == {"jit": True} and use == "evaluate":  # which XLA has no part in
+            trainer.evaluate(samples(), batch=16, verbose=False)
+            continue
+        try:
+            getattr(trainer, use)(samples(), batch=16, verbose=False)
+        except ConfigError as error:
+            assert "Received: 'largest', a Largest" in str(error)
+        else:
+            raise AssertionError(f"the metric was added up by {use} with {options}")
 
 
 @worlds("mpirun-2", "gloo-1", "gloo-4", extended=True)
@@ -157,7 +171,14 @@ class Drawn(keras.layers.Layer):
 def check_dropout_differs_by_rank_and_is_reproducible(world: World) -> None:
     def mask_after(steps: int) -> bytes:
         layer = Drawn()
-        trainer = hvdtrain.Trainer(classifier(0, layer), keras.optimizers.SGD(0.0), CROSSENTROPY, backend=world.backend)
+        # With the whole batch, as the layer of its own would have it, the ranks draw the numbers of one process.
+        trainer = hvdtrain.Trainer(
+            classifier(0, layer),
+            keras.optimizers.SGD(0.0),
+            CROSSENTROPY,
+            backend=world.backend,
+            whole_batch=False,
+        )
         data = training_data(samples(64), world.backend, batch=32, seed=0, shuffle=False, steps_per_epoch=None)
         trainer.build(data)
         trainer.train(data, Plan(steps))
