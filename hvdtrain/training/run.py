@@ -93,6 +93,8 @@ class Run:
             again = commits is not None and commits.goes_on
             save.files.prepare(state.scalars.step, state.named_tensors(), again=again)
         factory.microbatch_length(data.batch, rule.slices)
+        if validation is not None:
+            factory.check_evaluation()
         keras = self._keras_callbacks(keras_callbacks, verbose)
         self._best = BestEpoch(plan.best, state.scalars, factory.metric_names(), validated=validation is not None)
         step, self._paced = rule.paced(factory.train_step(state, rule, data.batch), data, state)

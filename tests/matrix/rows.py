@@ -33,6 +33,11 @@ class Row:
     unlike: str = ""
     everyday: bool = False
 
+    @property
+    def needs_mpi(self) -> bool:
+        """Whether servers take part, whose messages MPI sends."""
+        return any({"async", "hybrid"} & {options.get("update")} for options in (self.options, self.resumed or {}))
+
 
 CLIPPED: dict[str, Any] = {"options": {"clip_norm": 0.5}, "alone": {"global_clipnorm": 0.5}}
 ADDED = {"momentum": 0.0}

@@ -174,6 +174,13 @@ class KerasStepFactory:
             refuse_own_step(self._backend, self._model, plain, has_rows=self._has_rows)
         return sees
 
+    def check_evaluation(self) -> None:
+        """Reject evaluation between epochs by a `test_step` of the model's own that cannot be computed here.
+
+        Raises ConfigError, before an epoch is trained in vain.
+        """
+        self._evaluates_whole_batch()
+
     def _takes_means(self) -> bool:
         """Return whether a loss that is one number for the samples of a replica is that of a batch of its own."""
         return self._backend.size == 1 or not self._options.whole_batch

@@ -232,6 +232,16 @@ def check_losses_with_masks_and_penalties_of_samples(world: World) -> None:
                 np.testing.assert_allclose(list(mine.values()), list(theirs.values()), rtol=1e-5, err_msg=name)
 
 
+@worlds("mirrored", extended=True)
+def check_an_evaluation_that_is_refused_is_so_before_an_epoch_is_trained(world: World) -> None:
+    data = np.zeros((16, 5), "int32"), np.zeros((16, 5), "int32")
+    trainer = hvdtrain.Trainer(ReportingReader, "sgd", CROSSENTROPY, backend=world.backend)
+    with pytest.raises(ConfigError, match="The step of ReportingReader is its own"):
+        trainer.fit(data, batch=16, verbose=False, validation_data=data)
+    assert not trainer.state.scalars.step
+    trainer.fit(data, batch=16, verbose=False)
+
+
 def read(kind: type, data: Any, backend: Any) -> tuple[list[np.ndarray], list[dict[str, float]]]:
     """Return the weights after an epoch, and what callbacks and an evaluation are given."""
     seen: list[dict[str, float]] = []
@@ -241,7 +251,9 @@ def read(kind: type, data: Any, backend: Any) -> tuple[list[np.ndarray], list[di
         return kind()
 
     note = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(dict(logs)))
-    trainer = hvdtrain.Trainer(build, "sgd", CROSSENTROPY, ["accuracy"], backend=backend)
+    # Strategies of tf.distribute refuse a step of one's own without it.
+    apart = {} if backend.name in ("single", "horovod") else {"whole_batch": False}
+    trainer = hvdtrain.Trainer(build, "sgd", CROSSENTROPY, ["accuracy"], backend=backend, **apart)
     trainer.fit(data, batch=16, verbose=False, callbacks=[note], validation_data=data)
     return trainer.model.get_weights(), [*seen, trainer.evaluate(data, batch=49, verbose=False, return_dict=True)]
 
