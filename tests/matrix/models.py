@@ -59,7 +59,9 @@ def language() -> keras.Model:
 
 
 def experts() -> keras.Model:
+    """Experts beside layers that may be split."""
     x = inputs = keras.Input((3, 4))
+    x = x + layers.Dense(4, name="down")(layers.Dense(6, activation="relu", name="up")(x))
     x = x + MixtureOfExperts(4, 8, seed=5, name="experts", top_k=2, capacity_factor=None)(
         layers.LayerNormalization()(x)
     )
@@ -169,7 +171,12 @@ KINDS: dict[str, Kind] = {
     "language": Kind(
         language, WORDS_OF[:, :-1], WORDS_OF[:, 1:], layouts=lambda: transformer.rules(WORDS, 2), digits=2e-6
     ),  # its logits have 32 bits
-    "experts": Kind(experts, rng.standard_normal((SAMPLES, 3, 4)), CLASSES),
+    "experts": Kind(
+        experts,
+        rng.standard_normal((SAMPLES, 3, 4)),
+        CLASSES,
+        layouts=lambda: {"up/kernel": (None, "tp"), "down/kernel": ("tp", None)},
+    ),
     "sampling": Kind(Sampling, FEATURES, CLASSES, loss=None),
     "adversaries": Kind(Adversaries, FEATURES, CLASSES, loss=None),
     "centered": Kind(centered, FEATURES, CLASSES, loss=largest_error),

@@ -99,6 +99,9 @@ ROWS: dict[str, Row] = {
     "stages of split layers": Row("language", ranks=4, axes="pp=2,tp=2"),
     "stages of split sequences": Row("language", ranks=4, axes="pp=2,cp=2"),
     "experts": Row("experts", axes="ep=2"),
+    "experts beside split layers": Row("experts", axes="tp=2", everyday=True),
+    "experts beside split layers, 4 ranks": Row("experts", ranks=4, axes="ep=2,tp=2"),
+    "experts beside split layers, 4 ranks, ZeRO-2": Row("experts", ranks=4, axes="dp=2,tp=2", options={"zero": 2}),
     "experts, 4 ranks, ZeRO-1": Row("experts", ranks=4, axes="dp=2,ep=2", options={"zero": 1}),
     # What goes on otherwise than it began
     "goes on with ZeRO-3": Row("perceptron", resumed={"zero": 3}, everyday=True),

@@ -70,7 +70,7 @@ def _fitted(
     kind = KINDS[row.model]
     with on_mesh(world, axes) if axes else nullcontext(world) as mesh:
         build = partial(_seeded, kind)
-        split = axes and "ep" not in axes
+        split = any(axis in axes for axis in ("tp", "cp", "pp"))
         model = partial(hvdtrain.parallelize, build, kind.layouts()) if split else build()
         trainer = hvdtrain.Trainer(model, _optimizer(row), kind.loss, backend=mesh.backend, **options)
         if resumes is not None:
