@@ -68,7 +68,7 @@ class LentOptimizer:
             for path, tensor in replicated_slots(self._optimizer, structure_of(model)).items():
                 tensor.value.assign(slots[path.removeprefix("optimizer/")])
         self._lent = [
-            {name: value for name, value in own.items() if vars(each).get(name, self) is not value}
+            {name: value for name, value in own.items() if vars(each).get(name, self) is not value or _may_hold(value)}
             for each, own in zip(self._chain, before, strict=True)
         ]
         self._told = False
@@ -83,6 +83,11 @@ class LentOptimizer:
             track_variables(each)
         self._lent = None
         return {path.removeprefix("optimizer/"): tensor.value for path, tensor in slots.items()}
+
+
+def _may_hold(value: Any) -> bool:
+    """Return whether an attribute may hold slots, which Keras makes anew where it builds the optimizer later."""
+    return isinstance(value, list | dict | set)
 
 
 @contextmanager

@@ -118,12 +118,17 @@ class Run:
         self._announce()
         if self._commits is not None and (said := self._commits.begin(parts.state, parts.backend)) is not None:
             self._observers.on_message(said)
-        with compiled_code(parts.state.model, eager=self._trainer.eager):
-            callbacks = self._callbacks()
-            self._begin()
-            with parts.activity.training():
-                self._loop(callbacks).run()
-            self._end()
+        try:
+            with compiled_code(parts.state.model, eager=self._trainer.eager):
+                callbacks = self._callbacks()
+                self._begin()
+                with parts.activity.training():
+                    self._loop(callbacks).run()
+                self._end()
+        except BaseException:
+            # Other ranks may be elsewhere: the optimizer is the model's again, without slots that they hold.
+            parts.rule.give_back(whole=False)
+            raise
         return self._report.result(
             wall_seconds=time.perf_counter() - self._began,
             slowest=self._slowest_rank(),

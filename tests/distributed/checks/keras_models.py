@@ -176,7 +176,12 @@ def check_a_train_step_of_its_own_may_sum(world: World) -> None:
     for op, rate in (("average", 0.5), ("sum", 0.5 / world.size)):
         keras.utils.set_random_seed(0)
         trainer = hvdtrain.Trainer(
-            SummedStep(), keras.optimizers.SGD(rate), CROSSENTROPY, backend=world.backend, reduce_op=op
+            SummedStep(),
+            keras.optimizers.SGD(rate),
+            CROSSENTROPY,
+            backend=world.backend,
+            reduce_op=op,
+            whole_batch=False,
         )
         trainer.fit((X[:3], LABELS[:3]), batch=4, epochs=3, shuffle=False, verbose=False, log_every=1)
         assert world.same_everywhere(flat_bytes(trainer.model.get_weights()))

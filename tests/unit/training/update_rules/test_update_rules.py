@@ -301,6 +301,35 @@ def test_the_optimizer_is_the_models_again_after_a_fit(tmp_path, stage, name):
                 np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6, err_msg=f"{number} {theirs.path}")
 
 
+class Broken(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        raise RuntimeError("broken")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_exception_leaves_a_model_that_keras_and_the_trainer_go_on_with(stage):
+    alone, sharded = model(), model()
+    for each in (alone, sharded):
+        each.compile(keras.optimizers.Adam(0.01), "mse")
+    trainer, fit = Trainer(sharded, zero=stage), {"epochs": 1, "shuffle": False, "verbose": 0}
+    alone.fit(X, X[:, :1], batch_size=8, **fit)
+    with pytest.raises(RuntimeError, match="broken"):
+        trainer.fit(X, X[:, :1], batch=8, callbacks=[Broken()], **fit)
+    for mine, theirs in zip(sharded.weights, alone.weights, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
+    alone.fit(X, X[:, :1], batch_size=8, **fit)
+    trainer.fit(X, X[:, :1], batch=8, **fit)
+    for mine, theirs in zip(
+        [*sharded.optimizer.variables, *sharded.weights], [*alone.optimizer.variables, *alone.weights], strict=True
+    ):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
+    with pytest.raises(RuntimeError, match="broken"):
+        trainer.fit(X, X[:, :1], batch=8, callbacks=[Broken()], **fit)
+    sharded.fit(X, X[:, :1], batch_size=8, **fit)  # with new moments
+    trainer.fit(X, X[:, :1], batch=8, **fit)
+    assert int(sharded.optimizer.iterations) == 5 * -(-len(X) // 8)
+
+
 def test_the_bound_is_on_the_norm_of_the_whole():
     weights = []
     for zero in (0, 1):
