@@ -20,8 +20,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Recorder(path))
 
 
-LONGEST = ("test_wheel.py", "test_elastic.py", "test_train.py")
-"""Files whose tests run one after another, for a minute: begun last, they would be waited for."""
+LONGEST = tuple(
+    f"test_{name}.py"
+    for name in ("wheel", "elastic", "train", "lost_workers", "backends", "migration", "preemption", "examples")
+)
+"""Files whose tests take the most of a minute, some one after another: begun last, they would be waited for."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

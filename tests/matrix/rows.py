@@ -83,7 +83,9 @@ ROWS: dict[str, Row] = {
     "servers in step": Row("perceptron", options=IN_STEP),
     "servers in step, tables": Row("lookup", options=IN_STEP),
     "tables on servers": Row("lookup", optimizer=ADDED, options={"update": "hybrid"}),
-    "tables on servers, accumulated": Row("lookup", optimizer=ADDED, options={"update": "hybrid", "accumulate": 2}),
+    "tables on servers, accumulated": Row(
+        "lookup", optimizer=ADDED, options={"update": "hybrid", "accumulate": 2}, everyday=True
+    ),
     "local steps": Row("perceptron", options={"local_steps": 2}, unlike=STALE),
     "local steps, averaged": Row("perceptron", options={"local_steps": 2}, optimizer=AVERAGED, unlike=STALE),
     "SlowMo": Row("perceptron", options={"local_steps": 2, "outer_optimizer": "slowmo"}, unlike=STALE),

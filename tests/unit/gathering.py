@@ -30,4 +30,15 @@ def on_ranks(size, body, kind=Gathering):
     """Run ``body(backend)`` on a thread for each rank; return what each returned or raised."""
     end_iterators_at_once(threads=2)  # as in a session: iterators that are tuned may sleep before they end
     barrier, brought = threading.Barrier(size, timeout=20), [b""] * size
-    return on_threads(size, lambda rank: body(kind(rank, size, barrier, brought)))
+
+    def run(rank):
+        try:
+            return body(kind(rank, size, barrier, brought))
+        except BaseException:
+            # Nobody waits for it any more. Not at once: others may be on their way out of the last exchange.
+            ending = threading.Timer(3.0, barrier.abort)
+            ending.daemon = True
+            ending.start()
+            raise
+
+    return on_threads(size, run)

@@ -262,10 +262,14 @@ def check_losses_of_every_kind_are_those_of_keras(world: World) -> None:
         assert_same(world, case)
 
 
-@worlds("mpirun-2")
-@worlds("gloo-2", extended=True)
+def check_cross_entropies_of_few_and_of_many_classes_are_those_of_keras(world: World) -> None:
+    """Which are computed in two ways."""
+    for name, classes in (("a partial of a partial", 5), ("an object that sums", 70)):
+        assert_same(world, form, name, classes)
+
+
+@worlds("mpirun-2", "gloo-2", extended=True)
 def check_cross_entropies_in_any_form_are_those_of_keras(world: World) -> None:
-    """With few classes and with many, which are computed in another way."""
     for name in FORMS:
         for classes in (5, 70):
             assert_same(world, form, name, classes)

@@ -58,8 +58,7 @@ def momentum() -> Any:
     return keras.optimizers.SGD(0.1, momentum=0.9, weight_decay=0.01)
 
 
-@worlds("mpirun-2")
-@worlds("mpirun-4", extended=True)
+@worlds("mpirun-2", "mpirun-4", extended=True)
 @exact_arrays()
 def check_tables_on_servers_train_as_an_all_reduce(world: World) -> None:
     """By choice and by name, also with optimizers that change every row, and dense variables on servers."""
