@@ -39,7 +39,7 @@ def _obstacle(backend: Backend, model: Any, options: StepOptions, *, has_rows: b
         return f"{', '.join(axes)} of {opt('parallel')}"
     if exchanging := exchanging_layers(model):
         return f"{type(exchanging[0]).__name__} {exchanging[0].name!r}, which exchanges by itself"
-    return "" if has_rows else "ragged or sparse inputs"
+    return "" if has_rows else "ragged or sparse inputs, or inputs of several lengths"
 
 
 def refuse_own_step(backend: Backend, model: Any, options: StepOptions, *, has_rows: bool) -> None:
@@ -73,6 +73,11 @@ def _obstacle_between_replicas(backend: Backend, model: Any, options: StepOption
 
 
 def has_rows(batch: Batch) -> bool:
-    """Return whether all tensors of a batch have a row for each sample, none of them ragged or sparse."""
-    tensors = tf.nest.flatten((batch.inputs, batch.targets, batch.sample_weight))
-    return all(each is None or isinstance(each, tf.Tensor | np.ndarray) for each in tensors)
+    """Return whether all tensors of a batch have a row for each sample.
+
+    They have not if they are ragged or sparse, or as the nodes and edges of graphs, of which each rank has its own.
+    """
+    tensors = [t for t in tf.nest.flatten((batch.inputs, batch.targets, batch.sample_weight)) if t is not None]
+    if not all(isinstance(each, tf.Tensor | np.ndarray) and len(each.shape) for each in tensors):
+        return False
+    return len({each.shape[0] for each in tensors} - {None}) <= 1

@@ -159,6 +159,7 @@ def check_every_optimizer_on_servers_is_that_of_an_all_reduce(world: World) -> N
         return hvdtrain.Trainer(two_tables(0), kind(0.02), CROSS_ENTROPY, backend=world.backend, **options)
 
     kinds = optimizers_of_keras()
+    del kinds["Muon"]  # Keras' has no arithmetic in 64 bits; the zoo trains with it in 32
     with refused("does not go with Nadam, which advances u_product in each update", ConfigError):
         trainer_of(kinds.pop("Nadam"), update="hybrid", server_variables=(TABLE,)).fit(data(), **FIT)
     for name, kind in kinds.items():

@@ -81,6 +81,13 @@ def test_layers_that_exchange_and_ragged_inputs_keep_it_from_that_too():
         refuse_own_step(backend(), model(OwnStep), options, has_rows=has_rows(ragged))
 
 
+def test_the_nodes_and_edges_of_graphs_are_no_rows_of_samples():
+    nodes, edges, targets = np.zeros((7, 2)), np.zeros((9, 2), "int32"), np.zeros((3, 1))
+    assert not has_rows(as_batch(({"nodes": nodes, "edges": edges}, targets), 1.0, 3))
+    assert not has_rows(as_batch((nodes[:3], np.array(1.0)), 1.0, 3))
+    assert has_rows(as_batch(({"nodes": nodes[:3], "more": edges[:3]}, targets), 1.0, 3))
+
+
 @pytest.mark.parametrize(
     ("made", "named"),
     [
