@@ -86,7 +86,7 @@ def _partial_sums(values: tf.Tensor) -> tf.Tensor:
     whole = count // SUMMED_AT_ONCE * SUMMED_AT_ONCE
     if elements is not None and whole == elements:
         return tf.reduce_sum(tf.reshape(values, [-1, SUMMED_AT_ONCE]), axis=1)
-    rows, rest = tf.split(values, [whole, count - whole])
+    rows, rest = tf.slice(values, [0], [whole]), tf.slice(values, [whole], [count - whole])  # a split copies
     sums = tf.reduce_sum(tf.reshape(rows, [-1, SUMMED_AT_ONCE]), axis=1)
     return tf.concat([sums, tf.reduce_sum(rest, keepdims=True)], axis=0)
 
