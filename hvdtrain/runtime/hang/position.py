@@ -2,11 +2,13 @@
 
 import contextlib
 import faulthandler
+import gc
 import itertools
 import signal
 import sys
 import threading
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, Literal
@@ -23,7 +25,7 @@ def show_own_stacks(rank: int) -> None:
     """Log the stack of every Python thread but our own watchdogs, the main thread's last."""
     threads = {thread.ident: thread.name for thread in threading.enumerate()}
     main, text = threading.main_thread().ident, ""
-    for ident, frame in sorted(sys._current_frames().items(), key=lambda item: item[0] == main):
+    for ident, frame in sorted(_frames_of_threads().items(), key=lambda item: item[0] == main):
         name = threads.get(ident, f"thread {ident}")
         if not name.startswith("hvdtrain-"):
             text += f"\n{name}:\n" + "".join(traceback.format_stack(frame))
@@ -69,11 +71,10 @@ class Position:
 
 def current_position() -> Position:
     """Return where the main thread stands, or, where another one waits in a collective, that one."""
-    frames = sys._current_frames()
-    main = threading.main_thread().ident
+    frames = _frames_of_threads()
+    main = threading.main_thread().ident or 0
     ours = {thread.ident for thread in threading.enumerate() if thread.name.startswith("hvdtrain-")}
-    position = position_of(frames.pop(main) if main in frames else None)
-    frames.pop(threading.get_ident(), None)  # this frame would hold itself, and all others until garbage is collected
+    position = position_of(frames.pop(main, sys._getframe()))
     if position.state == "code":
         others = (position_of(frame) for ident, frame in frames.items() if ident not in ours)
         found = next((other for other in others if other.state in ("collective", "function")), position)
@@ -115,12 +116,44 @@ def with_collectives(position: Position) -> Position:
     if position.call is None or position.state not in ("collective", "function"):
         return position
     try:
-        local = position.call.f_locals
+        with _garbage_left():
+            local = position.call.f_locals
         names = [str(local["name"])] if position.state == "collective" else _collectives_in(local["self"])
     except Exception:  # TensorFlow's insides may change
         return replace(position, state="collective")
     more = ["…"] if len(names) > _MOST_NAMED else []
     return replace(position, state="collective" if names else "function", collectives=(*names[:_MOST_NAMED], *more))
+
+
+def _frames_of_threads() -> dict[int, FrameType]:
+    """Return the innermost frame of each other thread; those that it was called from are made as well."""
+    stack = []
+    with _garbage_left():
+        frames = sys._current_frames()
+        frames.pop(threading.get_ident())  # it would hold itself, and all others until garbage is collected
+        for innermost in frames.values():
+            frame: FrameType | None = innermost
+            while frame is not None:
+                stack.append(frame)
+                frame = frame.f_back
+    return frames
+
+
+@contextlib.contextmanager
+def _garbage_left() -> Iterator[None]:
+    """Collect no garbage meanwhile.
+
+    Python 3.11 makes a frame for those who look. A collection while it does, which from 3.12 on waits, runs finalizers
+    that let the other threads go on: the frame is made for a call that has ended, and whoever reads it crashes; or, in
+    `sys._current_frames`, all threads wait for each other.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _state(frame: FrameType) -> State | None:

@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 
-from hvdtrain.runtime.hang.position import Position, current_position, position_of
+from hvdtrain.runtime.hang.position import Position, current_position, position_of, show_own_stacks
 from hvdtrain.runtime.hang.progress import ProgressWatch, shows_work
 from hvdtrain.runtime.hang.signs import Activity, Signs, SignsOfLife
 
@@ -186,6 +186,27 @@ def test_a_look_from_a_watching_thread_leaves_nothing_that_holds_what_was_at_wor
         worker.start()
         worker.join()
         assert found[0]() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_no_garbage_is_collected_while_the_frames_of_others_are_made(monkeypatch, enabled):
+    """Python 3.11 crashes, or waits for ever, where a finalizer lets the thread go on that is looked at."""
+    collects, look = [], sys._current_frames
+
+    def noting():
+        collects.append(gc.isenabled())
+        return look()
+
+    monkeypatch.setattr(sys, "_current_frames", noting)
+    if not enabled:
+        gc.disable()
+    try:
+        current_position()
+        show_own_stacks(0)
+        assert collects == [False, False]
+        assert gc.isenabled() == enabled
     finally:
         gc.enable()
 
