@@ -2,7 +2,7 @@
 
 Names, signatures and semantics are those of `horovod.tensorflow` 0.28.1, on Keras 3 and, with TF_USE_LEGACY_KERAS=1, on
 tf_keras. It is a thin layer over `gradients`, `layers` and `runtime`, and over Horovod's own functions where they work.
-Horovod's modules have their names here, too (`mpi_ops`, `compression`, `data.compute_service` …); `v1/` is for scripts
+Horovod's modules have their names here, too (`mpi_ops`, `compression`, `functions` …); `v1/` is for scripts
 of `tf.compat.v1`. Start with `optimizer.py`. The top room: nothing imports it, and it may import all rooms below `cli`.
 """
 

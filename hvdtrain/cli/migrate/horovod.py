@@ -7,13 +7,26 @@ from typing import Any, Literal
 import libcst as cst
 from libcst.metadata import ExpressionContext
 
-from hvdtrain.cli.migrate.packages import COUNTERPARTS, FACE, FACES, face_has, is_missing, parameters_of, split_module
+from hvdtrain.cli.migrate.packages import (
+    COMPUTE_SERVICE,
+    COUNTERPARTS,
+    FACE,
+    FACES,
+    face_has,
+    is_missing,
+    parameters_of,
+    split_module,
+)
 from hvdtrain.cli.migrate.program import Chain, Script, has_fromlist, name_of, text_of
 from hvdtrain.config.errors import ConfigError
 
 Verdict = Literal["works as is", "works with the import changed", "needs this change", "change this import"]
 _ORDER: tuple[Verdict, ...] = ("works as is", "works with the import changed", "needs this change")
 _WITH_OWN_KERAS = ("horovod.spark.keras", "horovod.spark.tensorflow", "horovod._keras")
+_OF_TENSORFLOW = (
+    "TensorFlow has the service itself, in tf.data.experimental.service: docs/data.md, Reading and decoding on other "
+    "hosts."
+)
 _IN_GRAPHS = "it works in graphs with sessions, after tf.compat.v1.disable_v2_behavior(). Eagerly use "
 _OF_GRAPHS = {
     "BroadcastGlobalVariablesHook": f"{_IN_GRAPHS}hvd.callbacks.BroadcastGlobalVariablesCallback(0) in model.fit, or "
@@ -92,6 +105,8 @@ def _judge(script: Script, facts: Facts, target: str, chain: Chain) -> tuple[int
         return (2, f"{target} is not part of Horovod 0.28.1.") if is_gone else (0, "")
     if not module or not rest or rest[0].startswith("__"):
         return None
+    if f"{target}.".startswith(f"{COMPUTE_SERVICE}."):
+        return 2, _OF_TENSORFLOW
     ours = COUNTERPARTS.get(module, module)
     if not face_has(ours, rest[0]):
         is_horovods = not is_missing(f"{FACES.get(module, module)}.{rest[0]}")
@@ -267,6 +282,8 @@ def _is_horovods(module: str) -> bool:
 
 def _lacking(name: str) -> str:
     """Return advice on the import of a name that does not exist; empty if it does."""
+    if f"{name}.".startswith(f"{COMPUTE_SERVICE}."):
+        return _OF_TENSORFLOW
     module, rest = split_module(name)
     if module in FACES and rest and not face_has(module, rest[0]):
         return f"{rest[0]} is not part of {module}."

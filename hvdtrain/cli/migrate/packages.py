@@ -12,15 +12,16 @@ Found = tuple[Literal["exists", "missing", "unknown"], str, str]
 FACE = "hvdtrain.horovod"
 _BOTH = ("", ".callbacks", ".elastic")
 _OF_TENSORFLOW = (
-    *("", ".compression", ".data", ".data.compute_service", ".data.compute_worker", ".elastic", ".functions"),
-    *(".gradient_aggregation", ".gradient_aggregation_eager", ".mpi_ops", ".sync_batch_norm", ".util"),
+    *("", ".compression", ".elastic", ".functions", ".gradient_aggregation", ".gradient_aggregation_eager"),
+    *(".mpi_ops", ".sync_batch_norm", ".util"),
 )
 COUNTERPARTS = {
     **{f"horovod.tensorflow{below}": f"{FACE}{below}" for below in _OF_TENSORFLOW},
     **{f"horovod.tensorflow.keras{below}": f"{FACE}.keras{below}" for below in _BOTH},
     **{f"horovod.keras{below}": f"{FACE}.keras{below}" for below in _BOTH},
 }
-"""Our module for each module of Horovod 0.28.1 for TensorFlow and Keras."""
+"""Our module for each module of Horovod 0.28.1 for TensorFlow and Keras, but for `COMPUTE_SERVICE`."""
+COMPUTE_SERVICE = "horovod.tensorflow.data"
 FACES = {ours: theirs for theirs, ours in reversed(COUNTERPARTS.items())}
 
 
@@ -58,6 +59,8 @@ def is_missing(name: str) -> bool:
 
 def face_has(module: str, name: str) -> bool:
     """Return whether a module of `FACES` has a name; one that it makes as it runs has those of Horovod's module."""
+    if f"{FACES[module]}.{name}" == COMPUTE_SERVICE:
+        return False
     status = find(f"{module}.{name}")[0]
     return not is_missing(f"{FACES[module]}.{name}") if status == "unknown" else status == "exists"
 

@@ -19,7 +19,7 @@ ARGUMENTS = {name for name, option in option_fields().items() if option.metadata
 PACKAGE = Path(hvdtrain.__file__).parent
 COMMAND_LINE_ONLY = (
     *("cli", "installation", "bench", "runs", "recipes", "models"),
-    *("data/sources", "data/files", "data/pack.py", "horovod/data/compute_worker.py"),
+    *("data/sources", "data/files", "data/pack.py"),
 )
 """Rooms whose errors no script of a user's own meets."""
 FLAG = re.compile(r"(?<![\w'\"`-])--([a-z][a-z-]*)")

@@ -34,8 +34,6 @@ SAME = [
     ("horovod.tensorflow.sync_batch_norm", "hvdtrain.horovod.sync_batch_norm", set()),
     ("horovod.tensorflow.gradient_aggregation", "hvdtrain.horovod.gradient_aggregation", set()),
     ("horovod.tensorflow.gradient_aggregation_eager", "hvdtrain.horovod.gradient_aggregation_eager", set()),
-    ("horovod.tensorflow.data.compute_service", "hvdtrain.horovod.data.compute_service", set()),
-    ("horovod.tensorflow.data.compute_worker", "hvdtrain.horovod.data.compute_worker", set()),
     ("horovod.tensorflow.keras", "hvdtrain.horovod.keras", {"Adasum", "PartialDistributedOptimizer"}),
     ("horovod.tensorflow.keras.callbacks", "hvdtrain.horovod.keras.callbacks", set()),
     ("horovod.tensorflow.keras.elastic", "hvdtrain.horovod.keras.elastic", set()),

@@ -9,7 +9,7 @@ import textwrap
 import pytest
 
 from hvdtrain.cli import doctor
-from hvdtrain.cli.migrate.packages import COUNTERPARTS, find, members_of
+from hvdtrain.cli.migrate.packages import COMPUTE_SERVICE, COUNTERPARTS, find, members_of
 from hvdtrain.cli.migrate.report import analyse
 from hvdtrain.config.errors import UserError
 
@@ -53,19 +53,18 @@ OF_OLDER_TENSORFLOW = {"BroadcastGlobalVariablesHook", "device_compatibility_che
 
 
 def test_the_modules_it_knows_are_horovods():
-    """All below horovod.tensorflow and horovod.keras in the installed Horovod, but for its compiled parts."""
+    """All below horovod.tensorflow and horovod.keras in the installed Horovod, but for compiled parts and service."""
     found = {"horovod.tensorflow", "horovod.keras"}
     for package in ("horovod.tensorflow", "horovod.keras"):
         path = importlib.import_module(package).__path__
         found |= {each.name for each in pkgutil.walk_packages(path, f"{package}.") if "mpi_lib" not in each.name}
+    found = {name for name in found if not f"{name}.".startswith(f"{COMPUTE_SERVICE}.")}
     assert sorted(COUNTERPARTS) == sorted(found)
 
 
 @pytest.mark.parametrize("module", COUNTERPARTS)
 def test_every_module_of_horovod_has_a_counterpart_with_its_names(module):
     """What doctor reads from the sources is what is there; and what scripts import works behind the face."""
-    if module.endswith("compute_worker"):
-        return  # a program, which imports itself as one
     theirs, ours = importlib.import_module(module), importlib.import_module(COUNTERPARTS[module])
     for name in getattr(ours, "__all__", ()):
         assert find(f"{COUNTERPARTS[module]}.{name}")[0] == "exists", name
@@ -124,6 +123,12 @@ def test_each_use_has_its_verdict(script):
         ("from horovod import nothing", "horovod.nothing is not part of Horovod 0.28.1."),
         ("import horovod; horovod.broadcast_variables(v, 0)", "horovod.broadcast_variables is not part of Horovod"),
         ("from horovod.tensorflow import nothing", "horovod.tensorflow.nothing is not part of Horovod 0.28.1."),
+        (
+            "from horovod.tensorflow.data.compute_service import TfDataServiceConfig",
+            "TensorFlow has the service itself",
+        ),
+        ("from horovod.tensorflow import data", "TensorFlow has the service itself"),
+        ("import horovod.tensorflow.data.compute_service as s; s.tf_data_service(c, 0)", "TensorFlow has the service"),
         ("import hvdtrain.horovod.tensorflow.keras as k; k.nothing()", "nothing is not part of Horovod 0.28.1."),
         ("from hvdtrain.horovod import nothing", "nothing is not part of hvdtrain.horovod."),
         ("import horovod.spark.keras", "reduces no gradients on Keras 3"),

@@ -1,1 +1,0 @@
-"""tf.data service beside a Horovod job, as `horovod.tensorflow.data`."""
