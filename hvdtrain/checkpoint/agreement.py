@@ -38,3 +38,12 @@ def on_every_rank(ranks: "Backend", act: Callable[[], Any]) -> list[Any]:
     if failed is not None:
         raise CheckpointError(f"rank {failed}: {answers[failed]['error']}")
     return [answer["value"] for answer in answers]
+
+
+def on_primary(ranks: "Backend", act: Callable[[], Any]) -> Any:
+    """Call `act`, which returns JSON, on the primary alone, and return its result on every rank. Collective.
+
+    Raises:
+        CheckpointError: if `act` did.
+    """
+    return on_every_rank(ranks, lambda: act() if ranks.primary else None)[0]

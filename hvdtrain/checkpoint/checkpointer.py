@@ -10,7 +10,7 @@ import numpy as np
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.backends.single import NoOpCollectives
-from hvdtrain.checkpoint.agreement import TIMEOUT_S, is_split, on_every_rank
+from hvdtrain.checkpoint.agreement import TIMEOUT_S, is_split, on_every_rank, on_primary
 from hvdtrain.checkpoint.naming import complete, name_of, step_of
 from hvdtrain.checkpoint.pending import PendingCheckpoint
 from hvdtrain.checkpoint.selection import Retention, find_checkpoint, newest_good
@@ -110,9 +110,7 @@ class Checkpointer:
         """
         pending = self._pending(step, {})
 
-        def attempt() -> str | None:
-            if not self.ranks.primary:
-                return None
+        def attempt() -> str:
             try:
                 pending.create()
                 (pending.path / "writable").write_bytes(b" ")
@@ -121,13 +119,13 @@ class Checkpointer:
             return str(pending.path)
 
         try:
-            pending.path = Path(on_every_rank(self.ranks, attempt)[0])
+            pending.path = Path(on_primary(self.ranks, attempt))
             shared = not _is_whole(tensors, self.ranks)
             on_every_rank(self.ranks, lambda: pending.refuse_unshared() if shared else None)
         finally:
             pending.give_up()
         if not again:
-            on_every_rank(self.ranks, lambda: self._refuse_later(step) if self.ranks.primary else None)
+            on_primary(self.ranks, lambda: self._refuse_later(step))
 
     def _refuse_later(self, step: int) -> None:
         later = [step_of(path) for path in complete(self._folder) if step_of(path) > step]
@@ -144,11 +142,7 @@ class Checkpointer:
         Raises:
             CheckpointError: there is none.
         """
-
-        def look() -> str | None:
-            return str(find_checkpoint(self._folder, which)) if self.ranks.primary else None
-
-        return Path(on_every_rank(self.ranks, look)[0])
+        return Path(on_primary(self.ranks, lambda: str(find_checkpoint(self._folder, which))))
 
     def find_to_go_on(self) -> Path | None:
         """Return the newest undamaged checkpoint, or None; damaged ones are set aside. Collective.
@@ -157,10 +151,10 @@ class Checkpointer:
         """
 
         def look() -> str | None:
-            found = newest_good(self._folder, set_aside=True) if self.ranks.primary else None
+            found = newest_good(self._folder, set_aside=True)
             return None if found is None else str(found)
 
-        found = on_every_rank(self.ranks, look)[0]
+        found = on_primary(self.ranks, look)
         return None if found is None else Path(found)
 
     def _together(self, pending: PendingCheckpoint, act: Callable[[], Any]) -> list[Any]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from hvdtrain.checkpoint.agreement import on_every_rank
+from hvdtrain.checkpoint.agreement import on_primary
 from hvdtrain.config.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -142,16 +142,15 @@ def locked(
     lock = FolderLock(folder, job)
 
     def acquire() -> None:
-        if ranks.primary:
-            try:
-                made.extend(path for path in (folder, *folder.parents) if not path.exists())
-                lock.acquire()
-            except OSError as error:
-                why = "it is a file, and no folder." if folder.is_file() else error
-                raise CheckpointError(f"{refusal.format(folder=folder)}: {why}") from error
+        try:
+            made.extend(path for path in (folder, *folder.parents) if not path.exists())
+            lock.acquire()
+        except OSError as error:
+            why = "it is a file, and no folder." if folder.is_file() else error
+            raise CheckpointError(f"{refusal.format(folder=folder)}: {why}") from error
 
     try:
-        on_every_rank(ranks, acquire)
+        on_primary(ranks, acquire)
         yield lock
     finally:
         lock.release()

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
-from hvdtrain.checkpoint.agreement import TIMEOUT_S, is_split, on_every_rank
+from hvdtrain.checkpoint.agreement import TIMEOUT_S, is_split, on_every_rank, on_primary
 from hvdtrain.checkpoint.tensor_files import SliceReader
 from hvdtrain.config.errors import CheckpointError
 from hvdtrain.runtime.placement import whole_box
@@ -41,14 +41,12 @@ def restore(path: Path, tensors: Mapping[str, NamedTensor], ranks: Backend, *, p
     """One on the primary."""
 
     def open_it() -> dict[str, Any]:
-        if not ranks.primary:
-            return {}
         readers.append(SliceReader(path))
         check_fit(path, readers[0], needed, partly=partly)
         return readers[0].scalars
 
     needed = _kinds_of_all(tensors, ranks) if is_split(ranks) else _kinds(tensors)
-    scalars: dict[str, Any] = on_every_rank(ranks, open_it)[0]
+    scalars: dict[str, Any] = on_primary(ranks, open_it)
     sharded = dict(tensors)
     if not is_split(ranks):
         _restore_replicated({name: tensor for name, tensor in tensors.items() if tensor.replicated}, readers, ranks)
@@ -67,12 +65,10 @@ def contents(path: Path, ranks: Backend) -> tuple[list[str], dict[str, Any]]:
     """
 
     def look() -> list[Any]:
-        if not ranks.primary:
-            return []
         reader = SliceReader(path)
         return [list(reader.tensors), reader.scalars]
 
-    names, scalars = on_every_rank(ranks, look)[0]
+    names, scalars = on_primary(ranks, look)
     return names, scalars
 
 
@@ -85,8 +81,6 @@ def extras(path: Path, ranks: Backend, prefix: str) -> dict[str, np.ndarray]:
     readers: list[SliceReader] = []
 
     def look() -> list[Any]:
-        if not ranks.primary:
-            return []
         readers.append(SliceReader(path))
         found = readers[0].tensors.items()
         return [[name, tensor.dtype, list(tensor.global_shape)] for name, tensor in found if name.startswith(prefix)]
@@ -97,7 +91,7 @@ def extras(path: Path, ranks: Backend, prefix: str) -> dict[str, np.ndarray]:
                 shape = tuple(variable.shape)
                 variable.assign(reader.read(name, shape, whole_box(shape)))
 
-    listed = on_every_rank(ranks, look)[0]
+    listed = on_primary(ranks, look)
     sent = {name: tf.Variable(tf.zeros(shape, dtype), trainable=False) for name, dtype, shape in listed}
     if sent:
         on_every_rank(ranks, read)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from hvdtrain.backends.protocol import Backend
-from hvdtrain.checkpoint.agreement import on_every_rank
+from hvdtrain.checkpoint.agreement import on_primary
 from hvdtrain.checkpoint.naming import complete, step_of
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.files import apply_values, read_values
@@ -57,13 +57,13 @@ def is_finished(folder: RunFolder, config: Config, backend: Backend) -> bool:
     """Return whether the run in `folder` has trained as long as `config` asks, and log it. Collective."""
 
     def look() -> str | None:
-        if not backend.primary or not folder.summary.is_file() or not folder.config.is_file():
+        if not folder.summary.is_file() or not folder.config.is_file():
             return None
         before = apply_values(Config(config.recipe), read_values(folder.config), str(folder.config)).training
         asked = (config.training.epochs, config.training.max_steps)
         return str(folder.path) if asked == (before.epochs, before.max_steps) else None
 
-    finished = on_every_rank(backend, look)[0]
+    finished = on_primary(backend, look)
     if finished is not None and backend.primary:
         PROGRESS.info(f"--resume auto: the run in {finished} is finished: there is nothing left to train.")
     return finished is not None
