@@ -1,5 +1,6 @@
 """A run from its configuration: what `train` does on every rank."""
 
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from hvdtrain.runs.resume import (
     settle_processes,
     stretched_schedule,
 )
-from hvdtrain.runs.run_data import left_out, run_data
+from hvdtrain.runs.run_data import RunData, left_out, run_data
 from hvdtrain.runs.run_files import (
     StartFiles,
     info_of,
@@ -43,6 +44,7 @@ from hvdtrain.runs.run_files import (
 from hvdtrain.runs.trainers import run_trainer
 from hvdtrain.runtime.logs import LOGGER
 from hvdtrain.runtime.session import Session
+from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.elastic import Commits, check_goes_on
 from hvdtrain.training.plan import Plan
 from hvdtrain.training.trainer import Trainer
@@ -102,49 +104,31 @@ def _train(
         check(config, facts=Facts(backend=backend.name))
     source = run_data(config, backend)
     data = source.training
-    tolerant = data if isinstance(data, SourceTraining) else None
     plan = _plan(config, data.steps_per_epoch)
     check_passes(data, plan.total_steps)
     trainer = run_trainer(config, source, backend)
     trainer.build(data)
-    folder, first, kept = RunFolder(path), backend.primary, config.checkpoint
+    folder, kept = RunFolder(path), config.checkpoint
     begun = StartFiles(folder, lock)
     checkpoints = Checkpointer(
         folder.checkpoints, kept.keep, backend, keep_every_hours=kept.keep_every_hours, before=begun.restore
     )
-    identity, warning = identity_of(source.loaded), None
-    restored = commits is not None and trainer.restore_commit(commits)
-    newest = None if resume == "no" or restored else checkpoints.find_to_go_on()
-    if newest is not None:
-        warning = _resume(trainer, newest=newest, identity=identity, config=config, path=path)
-    elif resume == "yes" and not restored:
-        raise CheckpointError(
-            f"--resume takes a run with a checkpoint. Received: {path}, which has none. Start a new run, or start "
-            f"this one again by its first command and --resume auto."
-        )
-    elif resume == "no" and (commits is None or not commits.goes_on):
-        if first:
-            create(path)
-        gather(backend, True)  # before another rank's log is in it
-    scalars = trainer.state.scalars
-    scalars.data = identity
-    settle_processes(scalars, data, backend.processes, path)
-    if tolerant is not None:
-        tolerant.bad.recall(scalars.left_out)
-    _check_steps(config, scalars.step, plan.total_steps, finished=resume == "auto")
+    restored, warning = _begin(trainer, checkpoints, source, config=config, path=path, resume=resume, commits=commits)
+    _check_steps(config, trainer.state.scalars.step, plan.total_steps, finished=resume == "auto")
     if config.observability.rank_logs:
-        _log_to_file(session, folder, scalars.step)
+        _log_to_file(session, folder, trainer.state.scalars.step)
     figures = run_figures(trainer, folder, session)
-    observers = observers_of(config, session=session, folder=folder, figures=figures) if first else Observer()
     info = info_of(config, data=data, plan=plan, trainer=trainer, folder=folder)
 
-    def note_left_out(state: Any) -> None:
+    def note_left_out(state: TrainState) -> None:
         state.scalars.left_out = {str(number): text for number, text in left_out(data).items()}
 
-    saver = BackgroundSaver(checkpoints, session.control, note_left_out)
-    ends = (plan.total_steps, session.environment)
+    first, ends = backend.primary, (plan.total_steps, session.environment)
     session.link.on_interrupt = lambda: interrupted(folder, trainer.state.scalars.step, *ends)
-    try:
+    with ExitStack() as during:
+        observers = observers_of(config, session=session, folder=folder, figures=figures) if first else Observer()
+        during.enter_context(closing(observers))
+        saver = during.enter_context(closing(BackgroundSaver(checkpoints, session.control, note_left_out)))
         if first:
             description = describe_run(config.data, source.splits, trainer.model, model_family(config.model).loss())
             write_start(folder, config, description, start or Path.cwd())
@@ -156,18 +140,18 @@ def _train(
             result = trainer.train(
                 data,
                 plan,
+                restored=restored,
                 validation=source.validation,
+                callbacks=[keras.callbacks.SwapEMAWeights(swap_on_epoch=True)] if config.optim.ema else [],
                 observers=observers,
                 info=info,
                 save=saver,
-                callbacks=[keras.callbacks.SwapEMAWeights(swap_on_epoch=True)] if config.optim.ema else [],
                 stopping=stopping,
                 commits=commits,
-                restored=restored or newest is not None,
             )
         summary = summary_of_run(config, session=session, trainer=trainer, result=result, resumed_from=info.start_step)
-        if tolerant is not None and tolerant.bad.tolerated:
-            tolerant.bad.share()  # collective
+        if isinstance(data, SourceTraining) and data.bad.tolerated:
+            data.bad.share()  # collective
             if line := left_out_line(source.bad, folder.summary.name):
                 observers.on_message(line)
             summary |= {"bad_records": len(source.bad), "left_out": source.bad}
@@ -176,10 +160,44 @@ def _train(
         if first:
             write_end(folder, config=config, trainer=trainer, summary=summary, begun=begun)
         observers.on_end(summary)
-    finally:
-        saver.close()
-        observers.close()
     return summary
+
+
+def _begin(
+    trainer: Trainer,
+    checkpoints: Checkpointer,
+    source: RunData,
+    *,
+    config: Config,
+    path: Path,
+    resume: Resume,
+    commits: Commits | None,
+) -> tuple[bool, str | None]:
+    """Restore a commit or a checkpoint, or make the folder of a new run. Collective.
+
+    Returns:
+        Whether all ranks have a restored state; on rank 0 a warning of the schedule, if any.
+    """
+    backend, data, identity, warning = trainer.backend, source.training, identity_of(source.loaded), None
+    restored = commits is not None and trainer.restore_commit(commits)
+    newest = None if resume == "no" or restored else checkpoints.find_to_go_on()
+    if newest is not None:
+        warning = _resume(trainer, newest=newest, identity=identity, config=config, path=path)
+    elif resume == "yes" and not restored:
+        raise CheckpointError(
+            f"--resume takes a run with a checkpoint. Received: {path}, which has none. Start a new run, or start "
+            f"this one again by its first command and --resume auto."
+        )
+    elif resume == "no" and (commits is None or not commits.goes_on):
+        if backend.primary:
+            create(path)
+        gather(backend, True)  # before another rank's log is in it
+    scalars = trainer.state.scalars
+    scalars.data = identity
+    settle_processes(scalars, data, backend.processes, path)
+    if isinstance(data, SourceTraining):
+        data.bad.recall(scalars.left_out)
+    return restored or newest is not None, warning
 
 
 def _log_to_file(session: Session, folder: RunFolder, begun: int) -> None:
@@ -199,7 +217,7 @@ def _resume(trainer: Trainer, newest: Path, identity: Identity, config: Config, 
     if earlier is not None:
         # Before the tensors are looked at: other data may make another model.
         check_same_samples(read_index(newest).scalars["data"], identity, path)
-    trainer.go_on_from(newest)
+    trainer.load(newest, goes_on=True)
     return stretched_schedule(config, earlier) if earlier is not None else None
 
 

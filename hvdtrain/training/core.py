@@ -1,15 +1,22 @@
-"""Core of the trainer: build, broadcast, evaluate."""
+"""Core of the trainer: build, load, broadcast, evaluate."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Unpack
 
 import keras
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.backends.select import backend_for
+from hvdtrain.checkpoint import index
+from hvdtrain.checkpoint.agreement import on_primary
+from hvdtrain.checkpoint.naming import checkpoints_at
+from hvdtrain.checkpoint.restore import contents, extras, restore
+from hvdtrain.checkpoint.selection import located, newest_good
 from hvdtrain.compat.keras import last_compile
+from hvdtrain.compat.keras_variables import forget_slots
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.facts import Facts
 from hvdtrain.config.options import check
@@ -19,13 +26,16 @@ from hvdtrain.data.pipeline import SourceTraining, TrainingData
 from hvdtrain.data.streams.dataset_batches import DatasetTraining
 from hvdtrain.data.streams.python_batches import PyDatasetTraining
 from hvdtrain.layers.sync_batch_norm import refuse_keras_synchronization
-from hvdtrain.optim.averaging import averages_weights
+from hvdtrain.optim.averaging import averages_weights, innermost
+from hvdtrain.optim.optimizers import NoOptimizer
 from hvdtrain.optim.precision import precision, scales_loss, with_loss_scaling
 from hvdtrain.parallel.pipeline.stage import PipelineStage
 from hvdtrain.parallel.tensor.parallelize import refuse_saving_shards
-from hvdtrain.runtime.session import current
+from hvdtrain.runtime.logs import LOGGER
+from hvdtrain.runtime.session import Session, current
 from hvdtrain.state.named_tensors import is_split
-from hvdtrain.state.train_state import TrainState
+from hvdtrain.state.optimizers import AVERAGES, MAIN
+from hvdtrain.state.train_state import EXTRA, LAYERS, MODEL, RULE, TrainState
 from hvdtrain.training.advice import Announcer
 from hvdtrain.training.agreement import agree_on_call, settings_of
 from hvdtrain.training.assembly import (
@@ -90,13 +100,21 @@ class TrainerCore:
         check(self.options, facts=self._job())
         if self.backend.capabilities.needs_builders:
             refuse_instances(self.backend.name, model, optimizer)
-        self._seed = seed
+        self.seed = seed
+        self.goes_on = False
+        """Whether the next `fit` continues a restored training."""
+        self.resumed: frozenset[Path] = frozenset()
+        """Folders that the script has resumed from, or tried to."""
+        self.reading: TrainingData | None = None
+        """The data of the last `fit`."""
+        self._pending: Path | None = None
+        """A checkpoint to load once the model has variables."""
         with self.backend.scope():
             built = model_for(self.backend, model, self.options)
             self.eager = bool(getattr(built, "run_eagerly", False))
             chosen = Objective(loss, metrics, loss_weights, weighted_metrics)
             decided = optimizer is None and self.options.precision is None  # by Keras, in compile
-            self._compiled_by_user = optimizer is None
+            self.compiled_by_user = optimizer is None
             """Whether the optimizer is that of a compiled model, which goes on with it after a training."""
             optimizer, objective, notes = merge_compile_settings(built, optimizer, chosen)
             check(self.options, facts=model_facts(self._job(), built))
@@ -127,6 +145,15 @@ class TrainerCore:
         self._predictor = self.factory.predictor()
         self._compiled = last_compile(self.model)
 
+    def enter(self, session: Session) -> None:
+        """Go on in another world of an elastic job: model and optimizer are kept."""
+        scalars = None if self._state is None else asdict(self._state.scalars)
+        self.backend = backend_for(session)
+        if self._rule is not None and self._rule.waits_when_measured:
+            forget_slots(innermost(self.optimizer))  # other ranks will hold them; the commit has all
+        self._assemble()
+        self._scalars_before = scalars
+
     def _job(self) -> Facts:
         session = current()
         return job_facts(self.backend, session.environment.controller, deterministic=session.config.deterministic)
@@ -151,7 +178,7 @@ class TrainerCore:
         """The training state; created once the model is built."""
         if self._state is None:
             with self.backend.scope():
-                self._state = TrainState(self.model, self.optimizer, self._seed, slots=self.rule.named_tensors)
+                self._state = TrainState(self.model, self.optimizer, self.seed, slots=self.rule.named_tensors)
             if self._scalars_before is not None:
                 self._state.restore(self._scalars_before)
         return self._state
@@ -185,7 +212,7 @@ class TrainerCore:
             self.build_on(next(iter(data.batches(0))), training=True)
 
     def build_on(self, batch: Batch, *, training: bool = False) -> None:
-        """Build model and optimizer from one representative batch.
+        """Build model and optimizer from one representative batch, and load a checkpoint that waits for them.
 
         Raises ConfigError for a model that was compiled again since, whose new settings the steps would not have.
         """
@@ -210,10 +237,20 @@ class TrainerCore:
                 self.state.follow_model()
             self.state.optimizer = self.optimizer
             self.rule.follow_model(training=training)
+        self.load_pending()
 
     def _build_variables(self, batch: Batch, *, training: bool) -> None:
-        """Create the model's variables, and the optimizers' if `training`."""
-        self.factory.build(batch, training=training)
+        """Create the model's variables, and the optimizers' if `training` or where a checkpoint has their slots."""
+        restores = not training and self._pending is not None and self._trains
+        try:
+            self.factory.build(batch, training=training or restores)
+        except Exception as error:
+            if restores:
+                error.add_note(
+                    f"{type(self.model).__name__} was built for training on a batch of evaluation, to load "
+                    f"{self._pending} into its optimizers."
+                )
+            raise
         if self._rule is not None and not self.factory.is_settled(self._rule):
             self._scalars_before = None if self._state is None else asdict(self._state.scalars)
             self._rule = self._state = None
@@ -222,6 +259,66 @@ class TrainerCore:
         """Broadcast rank 0's tensors and scalars; shards stay in place. Collective."""
         self.state.broadcast(self.backend)
         self.rule.on_state_loaded()
+
+    def find_newest(self, folder: Path) -> Path | None:
+        """Return the newest good checkpoint in or at `folder`, or None if there is none, good or damaged. Collective.
+
+        Only rank 0 needs to see it. Raises CheckpointError: all are damaged.
+        """
+
+        def look() -> str | None:
+            path = located(folder, "newest") if (folder / index.NAME).is_file() else None
+            path = path or newest_good(checkpoints_at(folder), set_aside=True)
+            return None if path is None else str(path)
+
+        found = on_primary(self.backend, look)
+        return None if found is None else Path(found)
+
+    def load(self, checkpoint: Path, *, goes_on: bool) -> None:
+        """Load a checkpoint, at once or when the model has variables. Collective.
+
+        Args:
+            checkpoint: seen by rank 0.
+            goes_on: whether its training continues: weights stay those of training beside their averages.
+
+        Raises:
+            CheckpointError: it was saved from another model or optimizer.
+        """
+        self.goes_on, self._pending = goes_on, checkpoint
+        if self.factory.has_variables:
+            self.load_pending()
+        elif self.backend.primary:
+            LOGGER.info(f"the model has no variables yet: fit, evaluate or predict will load {checkpoint}")
+
+    def load_pending(self) -> None:
+        """Load the checkpoint that waits for the model's variables, if any. Collective."""
+        if self._pending is None:
+            return
+        path, self._pending = self._pending, None
+        state = self.state
+        scalars = restore(path, state.named_tensors(), self.backend) if self._trains else self._load_weights(path)
+        state.restore(scalars)
+        state.held_weights = extras(path, self.backend, EXTRA)
+        state.restore_layers(extras(path, self.backend, LAYERS))
+        self.rule.load_extras(extras(path, self.backend, RULE))
+        self.rule.on_state_loaded()
+        if not self.goes_on:
+            self.rule.finalize()
+
+    @property
+    def _trains(self) -> bool:
+        """Whether there is an optimizer; else the model evaluates and predicts."""
+        return not isinstance(innermost(self.optimizer), NoOptimizer)
+
+    def _load_weights(self, path: Path) -> dict[str, Any]:
+        """Load the weights of a checkpoint alone, or their averages if it has these; return its scalars. Collective."""
+        names, scalars = contents(path, self.backend)
+        saved = [name for name in names if name.startswith(f"{MAIN}/") and AVERAGES in name]
+        averages = {name.partition(AVERAGES)[2]: name for name in saved if scalars["step"]}  # before it they are zeros
+        sources = {f"{MODEL}{path}": averages[path] for path in self.state.trainable if path in averages}
+        tensors = {name: each for name, each in self.state.named_tensors().items() if name.startswith(MODEL)}
+        needed = {sources.get(name, name): each for name, each in tensors.items()}
+        return restore(path, needed, self.backend, partly=True)
 
     def restore_commit(self, commits: Commits) -> bool:
         """Restore the newest commit of an elastic training on all ranks; return whether there is one. Collective."""
@@ -243,10 +340,10 @@ class TrainerCore:
         """Swap in the weights' EMA (`use_ema=True`) as of the last `consolidate`."""
         return nullcontext() if self._rule is None else self._rule.averaged_weights()
 
-    def _agree(self, call: str, arguments: Mapping[str, Any], callbacks: Sequence[Any]) -> None:
+    def agree(self, call: str, arguments: Mapping[str, Any], callbacks: Sequence[Any]) -> None:
         """Verify that all ranks make the same call with the same trainer. Collective."""
         _, objective, _ = self._parts
-        settings = settings_of(self._seed, self.options, self.optimizer, objective=objective, callbacks=callbacks)
+        settings = settings_of(self.seed, self.options, self.optimizer, objective=objective, callbacks=callbacks)
         agree_on_call(self.backend, call, arguments, settings)
 
     def _broadcast_first_weights(self) -> None:

@@ -2,15 +2,15 @@
 
 import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from hvdtrain.backends.select import backend_for
+from hvdtrain.checkpoint.agreement import on_primary
 from hvdtrain.checkpoint.background import BackgroundSaver
-from hvdtrain.compat.keras_variables import forget_slots
+from hvdtrain.checkpoint.checkpointer import Checkpointer
+from hvdtrain.checkpoint.lock import locked
 from hvdtrain.config.checkpoint import Checkpoint, checkpoint_of
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.facts import Facts
@@ -21,169 +21,170 @@ from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.data.streams.dataset_batches import DatasetTraining
 from hvdtrain.data.streams.python_batches import GeneratorTraining
 from hvdtrain.data.streams.rank_parts import RankTraining
-from hvdtrain.observability.events import Observer, RunInfo
-from hvdtrain.optim.averaging import innermost
+from hvdtrain.observability.wording import plural
 from hvdtrain.runtime.interrupts import InterruptWatch
 from hvdtrain.runtime.logs import LOGGER
 from hvdtrain.runtime.session import Session, current, join_next_world
 from hvdtrain.runtime.stopping import StopAgreement, Stopped
 from hvdtrain.state.scalars import Scalars
-from hvdtrain.state.train_state import TrainState
+from hvdtrain.training.agreement import check_same_data, described
+from hvdtrain.training.backup import Backup, agreed_backup, refuse_both, without_backup
 from hvdtrain.training.callbacks.keras_callbacks import go_on_writing
 from hvdtrain.training.callbacks.report import FitResult, summary_of
+from hvdtrain.training.core import TrainerCore
 from hvdtrain.training.elastic import Commits, check_goes_on
 from hvdtrain.training.fit_arguments import FitArguments
 from hvdtrain.training.plan import Plan
-from hvdtrain.training.resumable import (
-    ResumableTrainer,
-    agreed_backup,
-    nothing_left,
-    refuse_both,
-    with_checkpoints,
-    without_backup,
-)
 from hvdtrain.training.run import Run
 from hvdtrain.training.run_info import console_for
 
 
-class FittingTrainer(ResumableTrainer):
-    """Adds `fit` to the trainer; base of `Trainer`."""
+def fit(
+    trainer: TrainerCore, arguments: FitArguments, commits: Commits | None = None, commit_every: int | None = None
+) -> FitResult:
+    """Train in this world, from the newest commit if any. Collective."""
+    callbacks, backup = without_backup(arguments.callbacks)
+    saved = checkpoint_of(arguments.checkpoint)
+    elastic = {} if commits is None else {"elastic": True, "commit_every": commit_every}
+    trainer.agree("fit", {**arguments.facts(), "checkpoint": saved, **elastic}, callbacks)
+    arguments.check()
+    backup = agreed_backup(backup, trainer.backend)
+    if backup is not None:
+        refuse_both(saved, backup)
+        saved = backup.checkpoint
+    check(trainer.options, facts=Facts(saves=saved is not None))
+    data, validation = _streams(trainer, arguments)
+    trainer.build(data)
+    if commits is not None and trainer.restore_commit(commits):
+        go_on_writing(callbacks)
+        goes_on = True
+    else:
+        goes_on = _begin(trainer, data, arguments.initial_epoch, backup, described_data=saved is not None)
+    if isinstance(data, DatasetTraining | GeneratorTraining | RankTraining):
+        data.first_epoch = trainer.state.scalars.first_epoch
+    plan = _with_checkpoints(arguments.plan(trainer.state.scalars, data.steps_per_epoch), saved)
+    plan = replace(plan, commit_every=commit_every)
+    observers = console_for(trainer.backend, arguments.verbose)
+    try:
+        if goes_on and plan.total_steps == trainer.state.scalars.step:
+            observers.on_message(_nothing_left(trainer.state.scalars))
+        saving = _saving(trainer, saved)
+        resumes = backup is not None or (saved is not None and Path(saved.folder) in trainer.resumed)
+        stops = _stoppable(saved, trainer.state.scalars, plan.total_steps, resumes=resumes)
+        with saving as save, stops as stopping:
+            run = Run(
+                trainer,
+                data,
+                plan,
+                validation=validation,
+                observers=observers,
+                save=save,
+                callbacks=callbacks,
+                verbose=arguments.verbose,
+                stopping=stopping,
+                commits=commits,
+            )
+            result = run.train()
+        observers.on_end(summary_of(result))
+        trainer.rule.give_back(whole=trainer.compiled_by_user)
+    finally:
+        observers.close()
+    if backup is not None and trainer.backend.primary:
+        backup.finish()
+    return result
 
-    _reading: TrainingData | None = None
-    """The data of the last `fit`."""
 
-    def _fit(
-        self, arguments: FitArguments, commits: Commits | None = None, commit_every: int | None = None
-    ) -> FitResult:
-        """Train in this world, from the newest commit if any."""
-        callbacks, backup = without_backup(arguments.callbacks)
-        saved = checkpoint_of(arguments.checkpoint)
-        elastic = {} if commits is None else {"elastic": True, "commit_every": commit_every}
-        self._agree("fit", {**arguments.facts(), "checkpoint": saved, **elastic}, callbacks)
-        arguments.check()
-        backup = agreed_backup(backup, self.backend)
-        if backup is not None:
-            refuse_both(saved, backup)
-            saved = backup.checkpoint
-        check(self.options, facts=Facts(saves=saved is not None))
-        if inspect.isgenerator(arguments.x) and isinstance(self._reading, GeneratorTraining | RankTraining):
-            self._reading.settle()  # the training before may still read the same generator ahead
-        data, validation = arguments.streams(self.backend, self._seed)
-        self._reading = data
-        source = getattr(data, "source", None)
-        if source is not None:
-            self.factory.check(source)
-        self.build(data)
-        if commits is not None and self.restore_commit(commits):
-            go_on_writing(callbacks)
-            goes_on = True
-        else:
-            goes_on = self._begin_fit(data, arguments.initial_epoch, backup, described_data=saved is not None)
-        if isinstance(data, DatasetTraining | GeneratorTraining | RankTraining):
-            data.first_epoch = self.state.scalars.first_epoch
-        plan = with_checkpoints(arguments.plan(self.state.scalars, data.steps_per_epoch), saved)
-        plan = replace(plan, commit_every=commit_every)
-        observers = console_for(self.backend, arguments.verbose)
+def fit_elastically(trainer: TrainerCore, arguments: FitArguments, commit_every: int) -> FitResult:
+    """Train in this world and its successors, as ranks leave and join. Collective."""
+    check_goes_on(current(), trainer.options)
+    check(ElasticConfig(elastic=True), trainer.options, facts=Facts(backend=trainer.backend.name))
+    _refuse_ranks_own(arguments)
+    commits, entered = Commits(), True
+    _note_training(current())
+    while True:
         try:
-            if goes_on and plan.total_steps == self.state.scalars.step:
-                observers.on_message(nothing_left(self.state.scalars))
-            saving = self._saving(saved)
-            resumes = backup is not None or (saved is not None and Path(saved.folder) in self._asked_for)
-            stops = stoppable(saved, self.state.scalars, plan.total_steps, resumes=resumes)
-            with saving as save, stops as stopping:
-                run = Run(
-                    self,
-                    data,
-                    plan,
-                    validation=validation,
-                    observers=observers,
-                    save=save,
-                    keras_callbacks=callbacks,
-                    verbose=arguments.verbose,
-                    stopping=stopping,
-                    commits=commits,
-                )
-                result = run.train()
-            observers.on_end(summary_of(result))
-            self.rule.give_back(whole=self._compiled_by_user)
+            if not entered:
+                trainer.enter(join_next_world(current()))
+                entered = True
+            settled = commits.agree("fit(elastic=True)", current())
+            commits.settled = settled or [arguments.batch_for(arguments.given(), trainer.backend)]
+            result = fit(trainer, _with_batch(arguments, commits.settled[0]), commits, commit_every)
+            _note_end(current())
+            return result
+        except Exception as error:
+            if not current().link.leave_world(error):
+                raise
+            entered = False
+
+
+def _streams(trainer: TrainerCore, arguments: FitArguments) -> tuple[TrainingData, Iterable[Batch] | None]:
+    """Return the batches to train and to evaluate on, once losses and metrics can take their samples."""
+    if inspect.isgenerator(arguments.x) and isinstance(trainer.reading, GeneratorTraining | RankTraining):
+        trainer.reading.settle()  # the training before may still read the same generator ahead
+    data, validation = arguments.streams(trainer.backend, trainer.seed)
+    trainer.reading = data
+    source = getattr(data, "source", None)
+    if source is not None:
+        trainer.factory.check(source)
+    return data, validation
+
+
+def _begin(
+    trainer: TrainerCore, data: TrainingData, initial_epoch: int, backup: Backup | None, *, described_data: bool
+) -> bool:
+    """Begin a training, or continue the resumed one; return whether it continues. Collective."""
+    restored = None
+    if backup is not None:
+        on_primary(trainer.backend, backup.refuse_foreign)
+        restored = trainer.find_newest(Path(backup.folder))
+        if restored is not None:
+            trainer.load(restored, goes_on=True)
+    if restored is None:  # rank 0 may be the only one that loaded weights: the plan is made from its state
+        trainer.broadcast_state()
+    scalars = trainer.state.scalars
+    goes_on, trainer.goes_on = trainer.goes_on, False
+    now = described(data, trainer.seed, trainer.backend) if described_data or goes_on else None
+    if goes_on:
+        on_primary(trainer.backend, lambda: check_same_data(scalars.data, now))
+    else:
+        scalars.begin_training(initial_epoch)
+        trainer.state.held_weights = {}
+    scalars.data = now
+    return goes_on
+
+
+@contextmanager
+def _saving(trainer: TrainerCore, checkpoint: Checkpoint | None) -> Iterator[BackgroundSaver | None]:
+    """Yield the checkpoint writer of a `fit`, or None."""
+    if checkpoint is None:
+        yield None
+        return
+    folder, hours = Path(checkpoint.folder), checkpoint.keep_every_hours
+    with locked(folder, trainer.backend, job=current().link.job) as lock:
+        kept = int(checkpoint.keep)
+        files = Checkpointer(folder, kept, trainer.backend, keep_every_hours=hours, before=lock.renew)
+        saver = BackgroundSaver(files, current().control)
+        try:
+            yield saver
         finally:
-            observers.close()
-        if backup is not None and self.backend.primary:
-            backup.finish()
-        return result
+            saver.close()
 
-    def train(
-        self,
-        data: TrainingData,
-        plan: Plan,
-        *,
-        validation: Iterable[Batch] | None = None,
-        observers: Observer | None = None,
-        info: RunInfo | None = None,
-        save: Callable[[TrainState], object] | None = None,
-        callbacks: Sequence[Any] = (),
-        stopping: StopAgreement | None = None,
-        commits: Commits | None = None,
-        restored: bool = False,
-    ) -> FitResult:
-        """Broadcast rank 0's state and train until `plan.total_steps`. Collective.
 
-        Arguments are those of `Run`, and `restored`: whether a checkpoint or a commit was restored just before, so that
-        all ranks have this state.
+def _nothing_left(scalars: Scalars) -> str:
+    """Return the warning that the training is already complete."""
+    how = "a callback stopped it" if scalars.stopped else "all of its epochs are trained"
+    return (
+        f"warning: there is nothing left to train: {how} ({plural(scalars.epoch_of_training, 'epoch')}). "
+        "More epochs=N extend it; trainer.restore(folder) in place of resume begins a new training from there."
+    )
 
-        Raises:
-            CheckpointError: `save` cannot write this state where it is to; before the first step.
-            ConfigError: as `fit`; or a restored callback has lost its best weights (`restore_best_weights=True`).
-        """
-        check(self.options, facts=Facts(saves=isinstance(save, BackgroundSaver)))
-        sizes = {"data.batch": data.batch, "data.steps_per_epoch": data.steps_per_epoch}
-        self._agree("train", {"plan": plan, **sizes, "validation": validation, "save": save}, callbacks)
-        if not restored:
-            self.broadcast_state()
-        run = Run(
-            self,
-            data,
-            plan,
-            validation=validation,
-            keras_callbacks=callbacks,
-            observers=observers,
-            info=info,
-            save=save,
-            stopping=stopping,
-            commits=commits,
-        )
-        return run.train()
 
-    def _fit_elastically(self, arguments: FitArguments, commit_every: int) -> FitResult:
-        """Train in this world and its successors, as ranks leave and join."""
-        check_goes_on(current(), self.options)
-        check(ElasticConfig(elastic=True), self.options, facts=Facts(backend=self.backend.name))
-        _refuse_ranks_own(arguments)
-        commits, entered = Commits(), True
-        _note_training(current())
-        while True:
-            try:
-                if not entered:
-                    self._enter(join_next_world(current()))
-                    entered = True
-                settled = commits.agree("fit(elastic=True)", current())
-                commits.settled = settled or [arguments.batch_for(arguments.given(), self.backend)]
-                result = self._fit(_with_batch(arguments, commits.settled[0]), commits, commit_every)
-                _note_end(current())
-                return result
-            except Exception as error:
-                if not current().link.leave_world(error):
-                    raise
-                entered = False
-
-    def _enter(self, session: Session) -> None:
-        """Rebuild the trainer for a new world; model and optimizer are kept."""
-        scalars = None if self._state is None else asdict(self._state.scalars)
-        self.backend = backend_for(session)
-        if self._rule is not None and self._rule.waits_when_measured:
-            forget_slots(innermost(self.optimizer))  # other ranks will hold them; the commit has all
-        self._assemble()
-        self._scalars_before = scalars
+def _with_checkpoints(plan: Plan, checkpoint: Checkpoint | None) -> Plan:
+    """Return `plan` with the save points of `checkpoint`."""
+    if checkpoint is None:
+        return plan
+    every = None if checkpoint.every is None else int(checkpoint.every)
+    return replace(plan, checkpoint_every=every, best=checkpoint.metric)
 
 
 def _with_batch(arguments: FitArguments, batch: int | None) -> FitArguments:
@@ -221,7 +222,7 @@ def _refuse_ranks_own(arguments: FitArguments) -> None:
 
 
 @contextmanager
-def stoppable(
+def _stoppable(
     checkpoint: Checkpoint | None, scalars: Scalars, total_steps: int, *, resumes: bool
 ) -> Iterator[StopAgreement | None]:
     """Let signals stop the training inside this context; yields None without checkpoints.

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypedDict
 
 from hvdtrain.backends.protocol import gather
 from hvdtrain.checkpoint.background import BackgroundSaver
@@ -41,6 +41,19 @@ from hvdtrain.training.plan import Plan
 from hvdtrain.training.run_info import run_info
 
 
+class RunArguments(TypedDict, total=False):
+    """What a `Run` may be given besides its trainer, data and plan."""
+
+    validation: Iterable[Batch] | None
+    callbacks: Sequence[Any]
+    verbose: str | int
+    observers: Observer | None
+    info: RunInfo | None
+    save: Callable[[TrainState], object] | None
+    stopping: StopAgreement | None
+    commits: Commits | None
+
+
 class Run:
     """One training of a built trainer, from a state that is equal on every rank. Collective.
 
@@ -49,7 +62,7 @@ class Run:
         data: this replica's batches.
         plan: when to end, log, evaluate and save.
         validation: evaluated at the end of every epoch; None: never.
-        keras_callbacks: as for `fit`. After `restore` they continue from their saved state.
+        callbacks: as for `fit`. After `restore` they continue from their saved state.
         verbose: as for `fit`; what Keras' callbacks are told.
         observers: receive events; rank 0's only.
         info: passed to the observers at the start.
@@ -69,7 +82,7 @@ class Run:
         plan: Plan,
         *,
         validation: Iterable[Batch] | None = None,
-        keras_callbacks: Sequence[Any] = (),
+        callbacks: Sequence[Any] = (),
         verbose: str | int = 0,
         observers: Observer | None = None,
         info: RunInfo | None = None,
@@ -95,7 +108,7 @@ class Run:
         factory.microbatch_length(data.batch, rule.slices)
         if validation is not None:
             factory.check_evaluation()
-        keras = self._keras_callbacks(keras_callbacks, verbose)
+        keras = self._keras_callbacks(callbacks, verbose)
         self._best = BestEpoch(plan.best, state.scalars, factory.metric_names(), validated=validation is not None)
         step, self._paced = rule.paced(factory.train_step(state, rule, data.batch), data, state)
         self._parts = Parts(

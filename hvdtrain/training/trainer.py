@@ -7,20 +7,30 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from os import PathLike
-from typing import Any
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any, Unpack
 
 import keras
 
+from hvdtrain.checkpoint.agreement import on_primary
+from hvdtrain.checkpoint.background import BackgroundSaver
+from hvdtrain.checkpoint.checkpointer import Checkpointer
+from hvdtrain.checkpoint.selection import located
 from hvdtrain.config.checkpoint import Checkpoint
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.facts import Facts
+from hvdtrain.config.options import check
 from hvdtrain.config.runtime import COMMIT_EVERY, ElasticConfig
 from hvdtrain.data.batch import Batch
+from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.data.streams.python_batches import as_function
 from hvdtrain.optim.precision import precision
 from hvdtrain.training.agreement import agree_on_call
 from hvdtrain.training.callbacks.batch_checks import BatchChecks
 from hvdtrain.training.callbacks.keras_callbacks import evaluation_callbacks
 from hvdtrain.training.callbacks.report import FitResult
+from hvdtrain.training.core import TrainerCore
 from hvdtrain.training.evaluation.evaluate import as_keras_returns
 from hvdtrain.training.evaluation.predict import build_for, own_outputs, prediction_batches
 from hvdtrain.training.fit_arguments import (
@@ -36,13 +46,15 @@ from hvdtrain.training.fit_arguments import (
     preprocessed_arguments,
     preprocesses,
 )
-from hvdtrain.training.fitting import FittingTrainer
+from hvdtrain.training.fitting import fit, fit_elastically
 from hvdtrain.training.inputs import evaluation_data, number_of_samples, validation_batches, with_class_weights
+from hvdtrain.training.plan import Plan
+from hvdtrain.training.run import Run, RunArguments
 from hvdtrain.training.run_info import show_evaluation
 from hvdtrain.training.update_rules.zero.building import is_built_sharded
 
 
-class Trainer(FittingTrainer):
+class Trainer(TrainerCore):
     """Trains a Keras model on every rank of the session.
 
     For a compiled model, the optimizer, losses (with their weights) and metrics (with the weighted ones) of `compile`
@@ -194,7 +206,31 @@ class Trainer(FittingTrainer):
         else:
             arguments = replace(arguments, x=inputs_alone(self.model, x, y))
         ElasticConfig(elastic=elastic, commit_every=commit_every)
-        return self._fit_elastically(arguments, commit_every) if elastic else self._fit(arguments)
+        return fit_elastically(self, arguments, commit_every) if elastic else fit(self, arguments)
+
+    def train(
+        self, data: TrainingData, plan: Plan, *, restored: bool = False, **arguments: Unpack[RunArguments]
+    ) -> FitResult:
+        """Broadcast rank 0's state and train until `plan.total_steps`. Collective.
+
+        Args:
+            data: this replica's batches; the trainer is built for them.
+            plan: when to end, log, evaluate and save.
+            restored: whether a checkpoint or a commit was restored just before, so that all ranks have this state.
+            arguments: those of `Run`.
+
+        Raises:
+            CheckpointError: `save` cannot write this state where it is to; before the first step.
+            ConfigError: as `fit`; or a restored callback has lost its best weights (`restore_best_weights=True`).
+        """
+        save = arguments.get("save")
+        check(self.options, facts=Facts(saves=isinstance(save, BackgroundSaver)))
+        sizes = {"data.batch": data.batch, "data.steps_per_epoch": data.steps_per_epoch}
+        compared = {"plan": plan, **sizes, "validation": arguments.get("validation"), "save": save}
+        self.agree("train", compared, arguments.get("callbacks", ()))
+        if not restored:
+            self.broadcast_state()
+        return Run(self, data, plan, **arguments).train()
 
     def evaluate(
         self,
@@ -288,7 +324,7 @@ class Trainer(FittingTrainer):
         if self.backend.processes > 1 or self._pending is not None or self.options.precision is not None:
             with precision(self.options.precision):
                 build_for(self.model, batches)
-        self._load_pending()
+        self.load_pending()
         if self._rule is not None or is_built_sharded(self.model):
             self.rule.consolidate()
         self._broadcast_first_weights()
@@ -298,6 +334,65 @@ class Trainer(FittingTrainer):
             if shard is not None and self.backend.processes > 1:
                 return own_outputs(self.model, batches, listed)
             return self._predictor(batches, listed)
+
+    def save(self, folder: str | PathLike[str]) -> Path:
+        """Write the full training state to `folder/step-N` and return its path. Collective.
+
+        Weights, optimizer, steps, epochs: everything for `restore` and `resume`. Earlier checkpoints stay. The model
+        alone is saved by `model.save("model.keras")` on rank 0.
+
+        Raises:
+            CheckpointError: the folder is not writable.
+            ConfigError: the model has no variables yet, or ranks pass different folders.
+        """
+        agree_on_call(self.backend, "save", {"folder": fspath(folder)})
+        if not (self.model.built or self.model.weights):  # Keras builds no model without a `call`
+            raise ConfigError("The model has no variables to save yet: call fit, evaluate or predict before save.")
+        self.consolidate()
+        path = Checkpointer(Path(folder), keep=None, backend=self.backend).save_state(self.state)
+        self.rule.give_back(whole=self.compiled_by_user)
+        return path
+
+    def restore(self, folder: str | PathLike[str], which: str = "newest") -> Path:
+        """Load a checkpoint and return its path. Collective; only rank 0 needs to see the folder.
+
+        The next `fit` starts a new training from this state. The weights are those that a `fit` would have left that
+        ended there: with `use_ema=True` the averages. A trainer without an optimizer takes the weights alone, of a run
+        with any. If the model has no variables yet, the checkpoint is loaded by the next `fit`, `evaluate` or
+        `predict`.
+
+        Args:
+            folder: of checkpoints, or of a run; or a single checkpoint.
+            which: `"newest"` undamaged one, `"best"` (by the metric that selected it), or a step number.
+
+        Raises:
+            CheckpointError: missing, damaged, or saved from another model or optimizer.
+        """
+        agree_on_call(self.backend, "restore", {"folder": fspath(folder), "which": which})
+        path = Path(on_primary(self.backend, lambda: str(located(Path(folder), str(which)))))
+        self.load(path, goes_on=False)
+        return path
+
+    def resume(self, folder: str | PathLike[str]) -> Path | None:
+        """Load the newest checkpoint in `folder`, if any, for the next `fit`. Collective.
+
+        The next `fit` then trains the rest of its `epochs`, from the next sample, on any number of ranks, with the
+        callbacks' state restored. It needs the same data and global batch as before.
+
+        Damaged checkpoints are reported, renamed to `step-N.damaged`, and the newest good one is used.
+
+        Returns:
+            The checkpoint; None if there is none, and `fit` starts from the beginning.
+
+        Raises:
+            CheckpointError: it was saved from another model or optimizer, or all checkpoints are damaged.
+        """
+        agree_on_call(self.backend, "resume", {"folder": fspath(folder)})
+        self.resumed |= {Path(folder)}
+        path = self.find_newest(Path(folder))
+        if path is not None:
+            self.load(path, goes_on=True)
+        return path
 
     def predict_on_batch(self, x: Any) -> Any:
         """Return outputs for one batch, as `predict` does. Collective."""

@@ -11,7 +11,7 @@ from hvdtrain.cli.train import parse
 from hvdtrain.config.errors import CheckpointError, ConfigError
 from hvdtrain.runs.run import train
 from hvdtrain.state.train_state import TrainState
-from hvdtrain.training import resumable
+from hvdtrain.training import core
 from hvdtrain.training.elastic import Commits
 from tests.builders import samples
 
@@ -75,7 +75,7 @@ def steps_in(folder):
 @pytest.fixture
 def broadcasts(monkeypatch):
     """The steps after which a whole state was broadcast, with where it came from."""
-    seen, broadcast, restore = [], TrainState.broadcast, resumable.restore
+    seen, broadcast, restore = [], TrainState.broadcast, core.restore
 
     def noted(state, backend, root=0):
         seen.append(("rank 0", state.scalars.step))
@@ -86,7 +86,7 @@ def broadcasts(monkeypatch):
         return restore(path, tensors, ranks)
 
     monkeypatch.setattr(TrainState, "broadcast", noted)
-    monkeypatch.setattr(resumable, "restore", restored)
+    monkeypatch.setattr(core, "restore", restored)
     return seen
 
 
