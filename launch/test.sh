@@ -87,7 +87,7 @@ on_python_3_13() {
         -r launch/requirements.txt -r launch/requirements-test.txt &&
         "$venv/bin/pip" install --quiet --no-deps --no-build-isolation --config-settings editable_mode=compat -e . &&
         PATH="$PWD/$venv/bin:$PATH" python -m hvdtrain setup; then
-        PATH="$PWD/$venv/bin:$PATH" tests "unit tests on Python 3.13" -n 2 tests/unit
+        PATH="$PWD/$venv/bin:$PATH" tests "unit tests on Python 3.13" -m "not extended" -n 3 tests/unit
     else
         fail "setting up Python 3.13"
     fi
@@ -128,7 +128,7 @@ if [ -z "${which[*]}" ]; then
     section "exact resume" python -m tests.exact_resume
     # The newest Keras that setup.cfg allows is that of launch/requirements.txt; this is the oldest.
     oldest="$(sed -n 's/^ *keras>=\([0-9.]*\).*/\1/p' setup.cfg)"
-    with="launch/lib/overlay.sh keras-$oldest keras==$oldest.* --" tests "unit tests with Keras $oldest" -n 3 tests/unit
+    with="launch/lib/overlay.sh keras-$oldest keras==$oldest.* --" tests "unit tests with Keras $oldest" -m "not extended" -n 3 tests/unit
     with="launch/lib/overlay.sh keras-hub -r launch/requirements-keras-hub.txt --" tests "KerasHub" tests/keras_hub
     on_python_3_13
 fi

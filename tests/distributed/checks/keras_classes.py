@@ -68,22 +68,30 @@ def check_keras_has_no_other_classes(world: World) -> None:
     assert_complete(dict.fromkeys(functions), objectives.FUNCTIONS, objectives.NOT_BY_THEMSELVES)
 
 
-@worlds("mpirun-1", "mpirun-2", extended=True, why="every layer")
+@worlds("mpirun-2", extended=True, why="every layer")
 def check_core_layers(world: World) -> None:
     sweep(world, layers.cases, RANKS, of=layers.CORE)
 
 
-@worlds("mpirun-2", extended=True, why="every layer with variables, with options that change how it is trained")
+@worlds("mpirun-1", extended=True, why="every class that several ranks train otherwise, or refuse")
+def check_one_rank_is_keras_where_several_are_not(world: World) -> None:
+    for cases in (layers.cases, objectives.loss_cases):
+        names = [name for name, case in cases().items() if case.declares(RANKS)]
+        assert names
+        sweep(world, cases, RANKS, of=names)
+
+
+@worlds("mpirun-2", extended=True, why="every layer that learns, with options that change how it is trained")
 def check_options_with_layers(world: World) -> None:
-    sweep(world, layers.cases, ACCUMULATE, ZERO, of=layers.CORE)
+    sweep(world, layers.cases, ACCUMULATE, ZERO, of=layers.learning(layers.CORE))
     sweep(world, layers.cases, SYNC, of=["BatchNormalization"])
-    sweep(world, layers.cases, ACCUMULATE, ZERO, of=layers.RECURRENT)
+    sweep(world, layers.cases, ZERO, of=layers.learning(layers.RECURRENT))
 
 
-@worlds("mpirun-2", extended=True, why="every layer, whose state two ranks save and one process reads")
+@worlds("mpirun-2", extended=True, why="every layer with a state, which two ranks save and one process reads")
 def check_layers_are_restored_in_a_new_process(world: World) -> None:
-    sweep(world, layers.cases, RESTORE, of=layers.CORE)
-    sweep(world, layers.cases, RESTORE, of=layers.PREPROCESSING)
+    sweep(world, layers.cases, RESTORE, of=layers.learning(layers.CORE))
+    sweep(world, layers.cases, RESTORE, of=layers.WITH_STATE)
     if world.rank == 0:
         environ = {name: value for name, value in os.environ.items() if not name.startswith(OF_LAUNCHERS)}
         command = [sys.executable, "-m", "zoo.restored", str(world.folder)]
@@ -98,9 +106,9 @@ def check_options_with_rules(world: World) -> None:
     sweep(world, rules.rule_cases, ACCUMULATE, ZERO)
 
 
-@worlds("mpirun-2", extended=True, why="every layer, updated by servers in step")
+@worlds("mpirun-2", extended=True, why="every layer that learns, updated by servers in step")
 def check_layers_on_servers(world: World) -> None:
-    sweep(world, layers.cases, SERVED, of=layers.CORE)
+    sweep(world, layers.cases, SERVED, of=layers.learning(layers.CORE))
 
 
 @worlds("mpirun-2", extended=True, why="every optimizer, regularizer and constraint, updated by servers in step")
@@ -126,7 +134,7 @@ def check_options_with_losses(world: World) -> None:
     sweep(world, objectives.loss_cases, ACCUMULATE)
 
 
-@worlds("mpirun-1", "mpirun-2", extended=True, why="every layer")
+@worlds("mpirun-2", extended=True, why="every layer")
 def check_layers_that_draw(world: World) -> None:
     sweep(world, layers.cases, RANKS, of=layers.DRAWING)
 
@@ -169,51 +177,51 @@ def check_layers_draw_in_a_step_of_ones_own_as_in_one_process(world: World) -> N
     assert set(faults) == layers.OTHER_IN_OWN_STEPS, faults
 
 
-@worlds("mpirun-1", "mpirun-2", extended=True, why="every layer")
+@worlds("mpirun-2", extended=True, why="every layer")
 def check_recurrent_layers(world: World) -> None:
     sweep(world, layers.cases, RANKS, of=layers.RECURRENT)
 
 
-@worlds("mpirun-1", "mpirun-2", extended=True, why="every layer")
+@worlds("mpirun-2", extended=True, why="every layer")
 def check_convolutions(world: World) -> None:
     sweep(world, layers.cases, RANKS, of=layers.CONVOLUTIONS)
 
 
-@worlds("mpirun-1", "mpirun-2", extended=True, why="every layer")
+@worlds("mpirun-2", extended=True, why="every layer")
 def check_pooling(world: World) -> None:
     sweep(world, layers.cases, RANKS, of=layers.POOLING)
 
 
-@worlds("mpirun-1", "mpirun-2", extended=True, why="every layer")
+@worlds("mpirun-2", extended=True, why="every layer")
 def check_preprocessing(world: World) -> None:
     sweep(world, layers.cases, RANKS, of=layers.PREPROCESSING)
 
 
-@worlds("mpirun-1", "mpirun-2", extended=True, why="every loss")
+@worlds("mpirun-2", extended=True, why="every loss")
 def check_losses(world: World) -> None:
     sweep(world, objectives.loss_cases, RANKS)
 
 
-@worlds("mpirun-1", "mpirun-2", extended=True, why="every metric")
+@worlds("mpirun-2", extended=True, why="every metric")
 def check_metrics(world: World) -> None:
     sweep(world, objectives.metric_cases, RANKS)
 
 
-@worlds("mpirun-1", "mpirun-2", extended=True, why="metrics with a mask")
+@worlds("mpirun-2", extended=True, why="metrics with a mask")
 def check_masked_metrics(world: World) -> None:
     sweep(world, objectives.masked_metric_cases, RANKS)
 
 
-@worlds("mpirun-1", "mpirun-2", extended=True, why="every optimizer")
+@worlds("mpirun-2", extended=True, why="every optimizer")
 def check_optimizers(world: World) -> None:
     sweep(world, rules.optimizer_cases, RANKS)
 
 
-@worlds("mpirun-1", "mpirun-2", extended=True, why="every regularizer and constraint")
+@worlds("mpirun-2", extended=True, why="every regularizer and constraint")
 def check_rules(world: World) -> None:
     sweep(world, rules.rule_cases, RANKS)
 
 
-@worlds("mpirun-1", "mpirun-2", extended=True, why="every callback")
+@worlds("mpirun-2", extended=True, why="every callback")
 def check_callbacks(world: World) -> None:
     sweep(world, rules.callback_cases, RANKS)

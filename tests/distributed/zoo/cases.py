@@ -71,6 +71,9 @@ class Case:
     unequal: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
 
+    def declares(self, variation: str) -> bool:
+        return variation in self.unequal or variation in self.refused
+
     def declared(self, table: Mapping[str, str], variation: str, size: int) -> str:
         keys = [ALWAYS, *([variation] if variation != RANKS else []), *([RANKS] if size > 1 else [])]
         return next((table[key] for key in keys if key in table), "")

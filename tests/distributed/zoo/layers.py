@@ -353,6 +353,11 @@ PREPROCESSING = {
     "Resizing": pixels(lambda: layers.Resizing(5, 4, interpolation="nearest")),
     "Solarization": drawn_pixels(lambda: layers.Solarization(0.1, threshold_factor=0.4)),
 }
+WITH_STATE = (
+    *("Discretization", "IntegerLookup", "Normalization", "StringLookup", "TextVectorization"),
+    *("CutMix", "Pipeline", "RandomFlip", "RandomZoom"),
+)
+"""What is adapted to data, and some of those that draw, all of which keep a seed."""
 OTHER_IN_OWN_STEPS = {"RandomElasticTransform"}
 """Draws for one image where Keras does not know how many there are."""
 WITHOUT_CASE = {
@@ -362,6 +367,18 @@ WITHOUT_CASE = {
     "TorchModuleWrapper": "needs PyTorch",
 }
 GROUPS: Sequence[Mapping[str, Layer]] = (CORE, DRAWING, RECURRENT, CONVOLUTIONS, POOLING, PREPROCESSING)
+
+
+def learns(layer: Layer) -> bool:
+    """Return whether a layer has variables or a loss, beside those of the model around it."""
+    model = layer.model()
+    around = [each for each in model.layers if each.name.startswith("before_")] + [model.layers[-1]]
+    held = sum(len(each.variables) for each in around)
+    return len(model.variables) > held or any(getattr(each, "activity_regularizer", None) for each in model.layers)
+
+
+def learning(group: Mapping[str, Layer]) -> list[str]:
+    return [name for name, layer in group.items() if learns(layer)]
 
 
 def cases() -> dict[str, Case]:
