@@ -430,6 +430,7 @@ class Trainer(TrainerCore):
         if not self._shares_state:
             self.broadcast_state()
             self._shares_state = True
+        self.rule.sync_from_model()  # between two calls a script may set weights
         checks = self._batch_checks
         if checks is None or checks.rule is not self.rule or checks.state is not self.state:
             checks = self._batch_checks = BatchChecks(self.backend, self.state, self.rule, self.options)

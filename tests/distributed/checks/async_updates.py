@@ -974,6 +974,16 @@ def check_what_callers_set_between_steps_is_refused(world: World) -> None:
     assert int(adam.iterations) == 3
     assert trainer.fit((x, y), **FIT | {"epochs": 1}).steps == 3 + STEPS
     assert int(adam.iterations) == 3 + STEPS
+    for options in ({"update": "async"}, {"update": "async", "max_staleness": 0}, {"zero": 3}):
+        ours = hvdtrain.Trainer(build("float64", 0), "sgd", CROSS_ENTROPY, backend=world.backend, **options)
+        theirs = build("float64", 0)
+        theirs.compile("sgd", CROSS_ENTROPY)
+        for trainer, model in ((ours, ours.model), (theirs, theirs)):
+            for _ in range(2):  # a script sets weights between two calls
+                trainer.train_on_batch(x[:BATCH], y[:BATCH])
+                model.set_weights([0.5 * each for each in model.get_weights()])
+        error = relative_error(ours.model.get_weights(), theirs.get_weights())
+        assert error <= 1e-9, f"{options}: {error:.2e}"
     serving = hvdtrain.Trainer(
         build("float64", 0), "sgd", CROSS_ENTROPY, backend=world.backend, update="async", servers=1
     )

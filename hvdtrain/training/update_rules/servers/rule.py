@@ -373,6 +373,10 @@ class AsyncUpdate(UpdateRule):
         """Let the optimizer be the model's, if `whole` with the slots of those that have them. Collective."""
         self._masters.give_back(self.model, whole=whole)
 
+    def gather_weights(self) -> None:
+        """Let workers meet, for code that may set weights. Collective."""
+        self.consolidate()
+
     @contextmanager
     def shown_weights(self) -> Iterator[None]:
         """Context of callbacks between two steps: unless workers have met, what they set would be lost."""
