@@ -300,8 +300,7 @@ class TrainerCore:
         state.restore(scalars)
         state.held_weights = extras(path, self.backend, EXTRA)
         state.restore_layers(extras(path, self.backend, LAYERS))
-        self.rule.load_extras(extras(path, self.backend, RULE))
-        self.rule.on_state_loaded()
+        self.rule.on_state_loaded(extras(path, self.backend, RULE))
         if not self.goes_on:
             self.rule.finalize()
 

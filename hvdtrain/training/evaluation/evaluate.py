@@ -176,7 +176,7 @@ class KerasEvaluator:
         begin = time.perf_counter()
         self._logs.reset()
         hooks, rule = hooks or EvaluationHooks(), self._rule()
-        holds = rule is None or rule.holds_weights
+        holds = rule is None or rule.gathering() is None
         count, self._model.stop_evaluating = 0, False
         # Ranks exchange divisors of losses, parameters and activations in each batch.
         for batch in in_step(batches):
@@ -204,7 +204,7 @@ class KerasEvaluator:
 
     def _update_batch(self, batch: Batch) -> None:
         rule = self._rule()
-        with nullcontext() if rule is None else rule.gathered_weights():
+        with (None if rule is None else rule.gathering()) or nullcontext():
             self._backend.run(self._update_replica, batch)
 
     def _update_replica(self, batch: Batch) -> None:

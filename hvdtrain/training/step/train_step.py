@@ -153,26 +153,28 @@ class ReplicaStep(EpochMetrics):
         self._whole_batch = False
 
     def _taken(self, batch: Batch, *, measure: bool) -> StepResult:
-        self._rule.begin_step()
-        self._count()
+        with self._rule.stepping():
+            self._count()
+            result = self._computed(batch, measure)
+        return result._replace(totals=self._rule.reported(result.totals))
+
+    def _computed(self, batch: Batch, measure: bool) -> StepResult:
+        """Call the graph for this kind of batch."""
         inputs, targets, weights, *share = batch
         if tf.is_tensor(batch.global_samples):
-            return self._reported(called(self._general[measure], batch))
+            result: StepResult = called(self._general[measure], batch)
+            return result
         parts = (inputs, targets) if weights is None else (inputs, targets, weights)
         kind = (measure, *share, kind_of(parts))
         graph = self._special.find(kind, lambda: self._specialize(parts, share, measure))
         if graph is None:
-            return self._reported(self._general[measure](_with_sizes_as_tensors(batch)))
-        return self._reported(graph(*parts))
+            return self._general[measure](_with_sizes_as_tensors(batch))
+        return graph(*parts)
 
     def _progress(self) -> tuple[dict[str, tf.Tensor], Results]:
         """Also return the routing of tokens to experts."""
         recent, so_far = super()._progress()
         return recent | routing_metrics(self._expert_layers, self._figures), so_far
-
-    def _reported(self, result: StepResult) -> StepResult:
-        self._rule.end_step()
-        return result._replace(totals=self._rule.reported(result.totals))
 
     def _specialize(self, parts: tuple[Any, ...], share: list[Any], measure: bool) -> Callable[..., StepResult]:
         """Compile the step for batches with the same non-tensor fields `share`."""

@@ -1,7 +1,7 @@
 """Base of update rules, with replicated optimizer state."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -57,11 +57,6 @@ class UpdateRule:
         """Number of slices that a batch is cut into."""
         return self.trainers or self._backend.data_parallel.size
 
-    @classmethod
-    def variant(cls, options: StepOptions) -> "type[UpdateRule]":
-        """Return the class selected by `options`, if an option selects among several."""
-        return cls
-
     def update(self, local: LocalGradients, *, measure: bool) -> tuple[tf.Tensor, tf.Tensor | None]:
         """Take one optimizer step, inside the compiled step. Collective.
 
@@ -90,11 +85,10 @@ class UpdateRule:
         """
         return {}
 
-    def begin_step(self) -> None:
-        """Prepare for a step, before the compiled function is called."""
-
-    def end_step(self) -> None:
-        """Complete a step, after the compiled function was called."""
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Context of a step, around the call of the compiled function."""
+        yield
 
     def paced(self, step: CompiledStep, data: TrainingData, state: TrainState) -> tuple[CompiledStep, TrainingData]:
         """Return the step and the data of a training, which decide what this replica trains on, and when."""
@@ -117,11 +111,12 @@ class UpdateRule:
     def sync_from_model(self) -> None:
         """Copy weights that user code changed into the rule's own copies."""
 
-    def load_extras(self, tensors: Mapping[str, np.ndarray]) -> None:
-        """Load the tensors that a checkpoint has below `RULE`: none if another rule has written it."""
+    def on_state_loaded(self, own: Mapping[str, np.ndarray] | None = None) -> None:
+        """Called after the state was restored or broadcast.
 
-    def on_state_loaded(self) -> None:
-        """Called after the state was restored or broadcast."""
+        Args:
+            own: what a restored checkpoint has below `RULE`, by path; nothing if another rule has written it.
+        """
         self.sync_from_model()
 
     def gather_weights(self) -> None:
@@ -134,17 +129,12 @@ class UpdateRule:
         yield
         self.sync_from_model()
 
-    @property
-    def holds_weights(self) -> bool:
-        """Whether the model holds full weights now; else they are read within `gathered_weights`."""
-        return True
-
-    def gathered_weights(self) -> AbstractContextManager[None]:
-        """Context in a compiled function, without gradients, where variables are full."""
-        return nullcontext()
+    def gathering(self) -> AbstractContextManager[None] | None:
+        """Return a context in a compiled function, without gradients, where variables are full; None if they are."""
+        return None
 
     def prepare_to_evaluate(self) -> None:
-        """Prepare the model for evaluation within `gathered_weights`. Collective."""
+        """Prepare the model for evaluation within `gathering`. Collective."""
         self.consolidate()
 
     def consolidate(self) -> None:

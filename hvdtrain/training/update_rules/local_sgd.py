@@ -173,18 +173,15 @@ class LocalUpdate(UpdateRule):
             self._outer.begin()
         return tf.constant(True)
 
-    def load_extras(self, tensors: Mapping[str, np.ndarray]) -> None:
-        """Load the outer optimizer's momentum."""
-        if self._outer is not None:
-            self._outer.load(tensors)
-
     def sync_from_model(self) -> None:
         """Let the outer optimizer begin at weights that all replicas share."""
         if self._outer is not None and self._consolidated:
             self._outer.begin()
 
-    def on_state_loaded(self) -> None:
-        """Begin a new period."""
+    def on_state_loaded(self, own: Mapping[str, np.ndarray] | None = None) -> None:
+        """Load the outer optimizer's momentum, and begin a new period."""
+        if self._outer is not None and own is not None:
+            self._outer.load(own)
         self._consolidated = True
         self._begin_local_steps()
 

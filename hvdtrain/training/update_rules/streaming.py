@@ -8,9 +8,11 @@ result x: w <- a w + (1 - a) x.
 """
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend, Collectives
@@ -79,8 +81,10 @@ class StreamingUpdate(LocalUpdate):
         for fragment in self._fragments:
             fragment.weight.assign_add(weight)
 
-    def end_step(self) -> None:
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
         """Apply the averages that arrive after this step, and begin those that are due."""
+        yield
         if self._early:
             self._early -= 1
             return
@@ -105,9 +109,9 @@ class StreamingUpdate(LocalUpdate):
             fragment.weight.assign(0.0)
         return super()._average(variables)
 
-    def on_state_loaded(self) -> None:
+    def on_state_loaded(self, own: Mapping[str, np.ndarray] | None = None) -> None:
         """Begin a new period."""
-        super().on_state_loaded()
+        super().on_state_loaded(own)
         self._taken = 0
         self._early = max(self._after - int(innermost(self.optimizer).iterations), 0)
 

@@ -160,8 +160,10 @@ class AsyncUpdate(UpdateRule):
             self._outbox.append(Outgoing(self._layouts[-1]))
         self._compile()
 
-    def end_step(self) -> None:
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
         """Push the gradients of the step, and pull the parameters of the next."""
+        yield
         connection, server = self._connected()
         if not server.ready:
             self._prepare(connection, server)
@@ -406,7 +408,7 @@ class AsyncUpdate(UpdateRule):
     def _copy_to_masters(self) -> None:
         self._masters.take()
 
-    def on_state_loaded(self) -> None:
+    def on_state_loaded(self, own: Mapping[str, np.ndarray] | None = None) -> None:
         """Begin at the model's weights."""
         self._consolidated = True
         self._step = int(innermost(self.optimizer).iterations)

@@ -15,7 +15,6 @@ import tensorflow as tf
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.compat.keras_variables import average_of, is_decayed, set_decayed
 from hvdtrain.config.errors import ConfigError, opt
-from hvdtrain.config.registry import resolve
 from hvdtrain.gradients.reduction import Gradient, ReductionOptions
 from hvdtrain.gradients.weighted_reduction import WeightedReducer
 from hvdtrain.optim.averaging import has_averages, innermost, replaced_weights
@@ -34,13 +33,6 @@ from hvdtrain.training.update_rules.zero.reducer import OF_SUMS, ScatterReducer
 from hvdtrain.training.update_rules.zero.shards import Shard, stays_whole
 from hvdtrain.training.update_rules.zero.window import has_lean_update, slice_updates
 
-STAGES = {
-    "1": "hvdtrain.training.update_rules.zero.stage1:ZeroUpdate",
-    "2": "hvdtrain.training.update_rules.zero.stage2:ScatteredGradientsUpdate",
-    "3": "hvdtrain.training.update_rules.zero.stage3:ShardedParametersUpdate",
-}
-"""The value of `--zero` -> the rule, imported only when selected."""
-
 
 class ZeroUpdate(UpdateRule):
     """Sharded optimizer state and update.
@@ -49,12 +41,6 @@ class ZeroUpdate(UpdateRule):
     """
 
     _stage = 1
-
-    @classmethod
-    def variant(cls, options: StepOptions) -> type[UpdateRule]:
-        """Return the rule of the stage."""
-        rule: type[UpdateRule] = resolve("ZeRO stage", str(options.zero), STAGES)
-        return rule
 
     def __init__(self, backend: Backend, model: Any, optimizer: Any, options: StepOptions | None = None) -> None:
         refuse_slots(optimizer, opt("zero"))

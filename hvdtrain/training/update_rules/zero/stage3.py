@@ -6,8 +6,8 @@ Code between two steps, such as a callback that reads weights, sees full variabl
 the next step frees them. A model built by a function is sharded from the start (`building.py`).
 """
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import tensorflow as tf
@@ -42,14 +42,9 @@ class ShardedParametersUpdate(ScatteredGradientsUpdate):
         super().__init__(backend, model, optimizer, options)
         self._begin_released()
 
-    @property
-    def holds_weights(self) -> bool:
-        """Whether the model's variables are full."""
-        return self._shown
-
-    def gathered_weights(self) -> AbstractContextManager[None]:
+    def gathering(self) -> AbstractContextManager[None] | None:
         """Gather each parameter on read, unless full."""
-        return nullcontext() if self._shown else gathered_forward(self._backend, self._by_path, self._prefetch)
+        return None if self._shown else gathered_forward(self._backend, self._by_path, self._prefetch)
 
     def parameters(self, trainable: Mapping[str, tf.Variable]) -> Parameters:
         """Return gathered parameters."""
@@ -62,9 +57,11 @@ class ShardedParametersUpdate(ScatteredGradientsUpdate):
         mine = tf.add_n([poison_of(variable.read_value()) for variable in self.parameters(state.trainable).sources()])
         return tf.math.is_finite(self._backend.all_reduce(mine, name="parameters//finite"))
 
-    def begin_step(self) -> None:
-        """Free the full variables."""
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Free the full variables before the step."""
         self._release()
+        yield
 
     def named_tensors(self) -> dict[str, NamedTensor]:
         """Also return the parameters' shards, unless full."""
