@@ -29,6 +29,10 @@ _CALLS_PYTHON = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
 _ASSIGN = ("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp")
 
 
+class CallsPython(ConfigError):
+    """A Python function is given samples, of which each rank has its own."""
+
+
 class StepExchanges(Exception):
     """Raised where a step calls Horovod's collectives by itself.
 
@@ -158,7 +162,7 @@ def _made(
     elif inputs and inputs[0].dtype == tf.resource and op_type in _ON_VARIABLES:
         made = _on_variable(call)
     elif op_type in _CALLS_PYTHON and any(isinstance(kind, Rows | Part) for kind in call.kinds):
-        raise ConfigError(
+        raise CallsPython(
             f"A Python function (tf.py_function or tf.numpy_function, at {users_line()}) is given samples of the "
             "batch, of which each rank has its own: it would be called for all of them on every rank. Call it in the "
             "dataset's map(), or pass whole_batch=False, by which each rank's step is computed for its own samples."

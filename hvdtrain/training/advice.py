@@ -230,7 +230,7 @@ def about_views(inputs: Any, replicas: int) -> str:
 
     They seem not to be if a batch of all replicas has at most `MOST_VIEWS` rows, each of which has more of its own.
     """
-    shapes = [tuple(leaf.shape) for leaf in tf.nest.flatten(inputs)]
+    shapes = [tuple(leaf.shape) for leaf in tf.nest.flatten(inputs) if leaf is not None]
     if replicas == 1 or not shapes or not all(_may_be_views(shape, replicas) for shape in shapes):
         return ""
     rows, *rest = shapes[0]

@@ -94,7 +94,7 @@ def place(tmp_path):
 
 def losses(text: str) -> list[float]:
     """Return the losses that were printed, those of epochs if there are any."""
-    of_epochs = re.findall(r"^epoch.*?loss (\S+)", text, re.MULTILINE)
+    of_epochs = re.findall(r"^(?:\[1,\d\]<stdout>:)?epoch.*?loss (\S+)", text, re.MULTILINE)
     return [float(word) for word in of_epochs or re.findall(r"\bloss:? (\d\S*)", text)]
 
 

@@ -1,11 +1,13 @@
-"""Usage: (launcher) python tasks.py AXES NAME...: train KerasHub's decoders as they are, split along AXES.
+"""Usage: (launcher) python tasks.py AXES FOLDER NAME...: train KerasHub's decoders as they are, split along AXES.
 
 AXES are those of `hvdtrain.init(parallel=…)`, or zero=3; NAME+ is the backbone below layers of the user's own. Prints
-RESULT and a JSON object for each: how far it is from one process, or why it is refused.
+RESULT and a JSON object for each: how far it is from one process, or why it is refused. AXES "none" trains them in one
+process before, each rank some of them, and leaves in FOLDER what they come to.
 """
 
 import json
 import sys
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -17,7 +19,8 @@ from hvdtrain.config.errors import ConfigError
 
 keras.config.set_floatx("float64")
 tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
-SAMPLES, BATCH, EPOCHS = 10, 4, 2
+SAMPLES, BATCH = 10, 4
+FIT = {"epochs": 2, "shuffle": False, "verbose": 0}
 
 
 def data():
@@ -49,29 +52,37 @@ def trained(axes, name):
     return hvdtrain.Trainer(lambda: build(name))
 
 
-def main(axes, names):
+def train_alone(folder, names):
+    """Train this rank's share of the models by Keras."""
+    hvdtrain.init()
+    x, y, weights = data()
+    for name in names[hvdtrain.rank() :: hvdtrain.size()]:
+        model = build(name)
+        history = model.fit(x, y, batch_size=BATCH, sample_weight=weights, **FIT).history
+        predicted = model.predict(x, batch_size=BATCH, verbose=0)
+        np.savez(folder / f"{name}.npz", predict=predicted, **history)
+
+
+def main(axes, folder, names):
     hvdtrain.init(parallel=None if axes.startswith("zero") else axes)
     x, y, weights = data()
-    fit = {"epochs": EPOCHS, "shuffle": False, "verbose": 0, "sample_weight": weights}
     for name in names:
         try:
             trainer = trained(axes, name)
-            ours = trainer.fit(x, y, batch=BATCH, **fit).history
+            ours = trainer.fit(x, y, batch=BATCH, sample_weight=weights, **FIT).history
             predicted = trainer.predict(x, batch=BATCH)
         except ConfigError as error:
             found = {"refused": str(error)}
         else:
-            found = {} if hvdtrain.rank() else deviations(build(name), x, y, fit, ours, predicted)
+            alone = np.load(folder / f"{name}.npz")
+            mine = {**ours, "predict": predicted}
+            assert mine.keys() == set(alone.files)
+            found = {key: float(np.abs(np.subtract(mine[key], alone[key])).max()) for key in mine}
         if hvdtrain.rank() == 0:
             print("RESULT", json.dumps({"name": name, **found}), flush=True)
 
 
-def deviations(model, x, y, fit, ours, predicted):
-    """Return how far a training and its predictions are from those of `model` in one process."""
-    history = model.fit(x, y, batch_size=BATCH, **fit).history
-    assert history.keys() == ours.keys()
-    found = {key: float(np.abs(np.subtract(ours[key], history[key])).max()) for key in history}
-    return {**found, "predict": float(np.abs(predicted - model.predict(x, batch_size=BATCH, verbose=0)).max())}
-
-
-main(sys.argv[1], sys.argv[2:])
+if sys.argv[1] == "none":
+    train_alone(Path(sys.argv[2]), sys.argv[3:])
+else:
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])

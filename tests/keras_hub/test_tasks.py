@@ -9,6 +9,7 @@ import pytest
 
 from tests.launching import launcher, run
 
+TASKS, FORMS = str(Path(__file__).with_name("tasks.py")), ("", "+")
 ROUNDING = {"GPT2": 1e-12}
 """The rotary embeddings, biases and softmaxes of most others are computed in 32 bits."""
 
@@ -34,14 +35,24 @@ def test_the_example_trains_as_in_one_process(tmp_path):
     assert losses[0][-1] < losses[0][0]
 
 
-@pytest.mark.parametrize("form", ["", "+"], ids=["tasks", "below own layers"])
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """A folder with what each model comes to in one process."""
+    from tests.keras_hub.decoders import BACKBONES
+
+    folder = tmp_path_factory.mktemp("alone")
+    names = [name + form for form in FORMS for name in BACKBONES]
+    run([*launcher("mpirun", 2), sys.executable, TASKS, "none", str(folder), *names], cwd=folder, timeout=1800)
+    return folder
+
+
+@pytest.mark.parametrize("form", FORMS, ids=["tasks", "below own layers"])
 @pytest.mark.parametrize("axes", ["tp=2", "pp=2", "zero=3"])
-def test_decoders_train_as_in_one_process(axes, form, tmp_path):
+def test_decoders_train_as_in_one_process(axes, form, alone, tmp_path):
     from tests.keras_hub.decoders import BACKBONES, REFUSED
 
-    script = Path(__file__).with_name("tasks.py")
     names = [name + form for name in BACKBONES]
-    done = run([*launcher("mpirun", 2), sys.executable, str(script), axes, *names], cwd=tmp_path, timeout=1800)
+    done = run([*launcher("mpirun", 2), sys.executable, TASKS, axes, str(alone), *names], cwd=tmp_path, timeout=1800)
     results = [json.loads(line.partition(" ")[2]) for line in done.out.splitlines() if line.startswith("RESULT")]
     assert [result.pop("name") for result in results] == names, done.text[-3000:]
     for name, figures in zip(BACKBONES, results, strict=True):

@@ -15,7 +15,7 @@ from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.streams.given import in_step
 from hvdtrain.layers.sync_batch_norm import replicas_of, sync_layers
-from hvdtrain.partition.tracing import StepExchanges
+from hvdtrain.partition.tracing import CallsPython, StepExchanges
 from hvdtrain.runtime.placement import placement_of
 from hvdtrain.state.hashes import checksum
 from hvdtrain.state.named_tensors import expert_parallel
@@ -141,6 +141,8 @@ class KerasEvaluator:
     model's metrics are reset before, and hold the sums of the evaluation after it, as in Keras.
 
     `rule` returns the rule that holds the model's weights; None: the model does. `logs` counts the results.
+    `whole_batch` returns whether code of the model's own computes with the samples of all replicas; a Python function is
+    called with this one's where the training does so, too (`trains_apart`).
     """
 
     of_stage: ClassVar[bool] = False
@@ -154,10 +156,12 @@ class KerasEvaluator:
         logs: type[StepLogs] = StepLogs,
         *,
         whole_batch: Callable[[], bool] = lambda: False,
+        trains_apart: Callable[[], bool] = lambda: False,
     ) -> None:
         self._backend = backend
         self._sees_whole_batch = whole_batch
-        self._exchanges = False
+        self._trains_apart = trains_apart
+        self._apart = False
         self._model = model
         self._rule = rule
         self.batch_means = True
@@ -183,8 +187,10 @@ class KerasEvaluator:
             hooks.begin_test_step(count)
             try:
                 called(self._updates[holds], batch)
-            except StepExchanges:  # while it was traced
-                self._exchanges = True
+            except (StepExchanges, CallsPython) as error:  # while it was traced
+                if isinstance(error, CallsPython) and not self._trains_apart():
+                    raise
+                self._apart = True
                 called(self._updates[holds], batch)
             hooks.end_test_step(count, self._so_far)
             count += 1
@@ -209,7 +215,7 @@ class KerasEvaluator:
 
     def _update_replica(self, batch: Batch) -> None:
         batch = replica_slice(batch, self._backend)
-        if self._sees_whole_batch() and not self._exchanges:
+        if self._sees_whole_batch() and not self._apart:
             self._update_whole_batch(batch, number_of_samples(batch))
             return
         samples, total = counts_of(batch, self._backend.data_parallel)

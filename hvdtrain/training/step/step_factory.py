@@ -254,7 +254,11 @@ class KerasStepFactory:
 
     def _new_evaluator(self) -> KerasEvaluator:
         return KerasEvaluator(
-            self._backend, self._model, rule=lambda: self._rule, whole_batch=self._evaluates_whole_batch
+            self._backend,
+            self._model,
+            rule=lambda: self._rule,
+            whole_batch=self._evaluates_whole_batch,
+            trains_apart=lambda: not self._sees_whole_batch(),
         )
 
     def _new_logs(self) -> StepLogs:

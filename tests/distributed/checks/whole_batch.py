@@ -474,6 +474,26 @@ def check_a_step_of_an_own_loop_sees_the_whole_batch(world: World) -> None:
         sum_of_squares(tf.constant(1.0))
 
 
+class InPython(layers.Layer):
+    """Doubles samples in a Python function."""
+
+    def call(self, x: Any) -> Any:
+        return tf.ensure_shape(tf.numpy_function(lambda value: 2 * value, [x], x.dtype), x.shape)
+
+
+def check_python_functions_are_called_with_a_ranks_own_samples_or_refused(world: World) -> None:
+    """Evaluation goes with training: where an option keeps its steps apart, an epoch is not lost at its end."""
+    if world.size == 1:
+        return
+    model = keras.Sequential([keras.Input((6,)), InPython(), layers.Dense(2)])
+    model.compile("sgd", "mse")
+    right = model.evaluate(X, Y, verbose=0)
+    with refused("A Python function", ConfigError):
+        hvdtrain.Trainer(model, backend=world.backend).evaluate(X, Y)
+    trainer = hvdtrain.Trainer(model, backend=world.backend, reduce_op="adasum")
+    np.testing.assert_allclose(trainer.evaluate(X, Y, verbose=0), right, rtol=1e-6)
+
+
 def check_layers_take_any_rows_of_samples(world: World) -> None:
     with computing_in("float64"):
         keras.utils.set_random_seed(2)
