@@ -20,15 +20,20 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Recorder(path))
 
 
-LONGEST = tuple(
-    f"test_{name}.py"
-    for name in ("wheel", "elastic", "train", "lost_workers", "backends", "migration", "preemption", "examples")
+LONGEST = (
+    *("keras_io/test_examples.py", "test_keras_suite.py", "test_wheel.py", "entry/test_elastic.py", "test_recipes.py"),
+    *("test_bench.py", "test_sharded_tables.py", "test_train.py", "test_lost_workers.py", "test_backends.py"),
+    *("test_migration.py", "test_preemption.py", "entry/test_examples.py"),
 )
-"""Files whose tests take the most of a minute, some one after another: begun last, they would be waited for."""
+"""Files whose tests take minutes, some one after another: begun last, they would be waited for."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+    def place(item: pytest.Item) -> int:
+        path = item.path.as_posix()
+        return next((number for number, end in enumerate(LONGEST) if path.endswith(end)), len(LONGEST))
+
+    items.sort(key=place)
 
 
 @pytest.fixture(scope="session", autouse=True)
