@@ -438,10 +438,10 @@ class Trainer(TrainerCore):
         step.begin_metrics()
         taken = step(batch, measure=False)
         self.state.scalars.step += 1
+        self.rule.gather_weights()  # a script may set weights, also after a bad step
         skipped, results = checks(taken), step.results_of_step()
         if skipped:
             results = dict.fromkeys(results, math.nan)
-        self.rule.gather_weights()
         return dict(results) if return_dict else as_keras_returns(self.model, results)
 
     def test_on_batch(

@@ -202,6 +202,9 @@ class Imports:
         while isinstance(parts[-1], cst.Attribute):
             parts.append(parts[-1].value)
         if name_of(parts[-1]) == "horovod" and "horovod" in self._script.targets(parts[-1]):
+            if f"{text_of(chain)}.".startswith(f"{COMPUTE_SERVICE}."):
+                self._spelled["horovod"] = None
+                return
             module, rest = split_module(text_of(chain))
             self._spelled[COUNTERPARTS.get(module, "horovod")] = None
             if module:

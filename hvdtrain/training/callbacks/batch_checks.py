@@ -24,7 +24,8 @@ class BatchChecks:
 
     def __init__(self, backend: Backend, state: TrainState, rule: UpdateRule, options: StepOptions) -> None:
         check(options, facts=Facts(saves=False))
-        of_fit = {"servers": options.servers, "record": options.record, "replay": options.replay}
+        apart = options.update if options.update in ("gossip", "easgd") else None
+        of_fit = {"update": apart, "servers": options.servers, "record": options.record, "replay": options.replay}
         for name, value in of_fit.items():
             if value:
                 raise ConfigError(

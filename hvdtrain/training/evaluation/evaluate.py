@@ -141,8 +141,8 @@ class KerasEvaluator:
     model's metrics are reset before, and hold the sums of the evaluation after it, as in Keras.
 
     `rule` returns the rule that holds the model's weights; None: the model does. `logs` counts the results.
-    `whole_batch` returns whether code of the model's own computes with the samples of all replicas; a Python function is
-    called with this one's where the training does so, too (`trains_apart`).
+    `whole_batch` returns whether code of the model's own computes with the samples of all replicas; a Python function
+    is called with this one's if `apart` allows it.
     """
 
     of_stage: ClassVar[bool] = False
@@ -156,11 +156,11 @@ class KerasEvaluator:
         logs: type[StepLogs] = StepLogs,
         *,
         whole_batch: Callable[[], bool] = lambda: False,
-        trains_apart: Callable[[], bool] = lambda: False,
+        apart: Callable[[], bool] = lambda: False,
     ) -> None:
         self._backend = backend
         self._sees_whole_batch = whole_batch
-        self._trains_apart = trains_apart
+        self._may_be_apart = apart
         self._apart = False
         self._model = model
         self._rule = rule
@@ -188,7 +188,7 @@ class KerasEvaluator:
             try:
                 called(self._updates[holds], batch)
             except (StepExchanges, CallsPython) as error:  # while it was traced
-                if isinstance(error, CallsPython) and not self._trains_apart():
+                if isinstance(error, CallsPython) and not self._may_be_apart():
                     raise
                 self._apart = True
                 called(self._updates[holds], batch)

@@ -20,6 +20,7 @@ from hvdtrain.gradients.distributed_optimizer import refuse_exchange_of_microbat
 from hvdtrain.layers.recompute import recomputed_model
 from hvdtrain.optim.averaging import innermost
 from hvdtrain.optim.optimizers import NoOptimizer
+from hvdtrain.runtime.logs import warn_on_first
 from hvdtrain.state.optimizers import MAIN, optimizers_of
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.state.variables import unwrap
@@ -174,6 +175,15 @@ class KerasStepFactory:
             refuse_own_step(self._backend, self._model, plain, has_rows=self._has_rows)
         return sees
 
+    def _evaluates_apart(self) -> bool:
+        """Return whether evaluation may call Python with each replica's samples, as training does, and say so once."""
+        if self._sees_whole_batch() or forms_own_loss(self._model, "test_step"):
+            return False
+        line = warning_of_own_parts(self._backend, self._model, self._options, has_rows=self._has_rows)
+        if line not in self.warnings:
+            warn_on_first(line.removeprefix("warning: "))
+        return True
+
     def check_evaluation(self) -> None:
         """Reject evaluation between epochs by a `test_step` of the model's own that cannot be computed here.
 
@@ -258,7 +268,7 @@ class KerasStepFactory:
             self._model,
             rule=lambda: self._rule,
             whole_batch=self._evaluates_whole_batch,
-            trains_apart=lambda: not self._sees_whole_batch(),
+            apart=self._evaluates_apart,
         )
 
     def _new_logs(self) -> StepLogs:

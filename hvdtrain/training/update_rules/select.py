@@ -9,14 +9,14 @@ from hvdtrain.training.update_rules.base import UpdateRule
 
 DEFAULT = "all_reduce"
 ZERO = {
-    "1": "hvdtrain.training.update_rules.zero.stage1:ZeroUpdate",
-    "2": "hvdtrain.training.update_rules.zero.stage2:ScatteredGradientsUpdate",
-    "3": "hvdtrain.training.update_rules.zero.stage3:ShardedParametersUpdate",
+    1: "hvdtrain.training.update_rules.zero.stage1:ZeroUpdate",
+    2: "hvdtrain.training.update_rules.zero.stage2:ScatteredGradientsUpdate",
+    3: "hvdtrain.training.update_rules.zero.stage3:ShardedParametersUpdate",
 }
 """Value of `zero` -> rule."""
 RULES = {
     DEFAULT: "hvdtrain.training.update_rules.all_reduce:AllReduceUpdate",
-    "zero": ZERO["1"],
+    "zero": ZERO[1],
     **dict.fromkeys(
         ("average_fragments", "average_delay", "average_blend", "average_bits"),
         "hvdtrain.training.update_rules.streaming:StreamingUpdate",
@@ -47,10 +47,8 @@ def update_rule_for(backend: Backend, model: Any, optimizer: Any, options: StepO
 
 
 def _rule_class(name: str, options: StepOptions) -> type[UpdateRule]:
-    if name == "zero":
-        stage: type[UpdateRule] = resolve("ZeRO stage", str(options.zero), ZERO)
-        return stage
-    rule: type[UpdateRule] = resolve("update rule", name, RULES)
+    stage = {"zero": ZERO[options.zero]} if options.zero else {}
+    rule: type[UpdateRule] = resolve("update rule", name, {**RULES, **stage})
     return rule
 
 

@@ -989,6 +989,10 @@ def check_what_callers_set_between_steps_is_refused(world: World) -> None:
     )
     with refused("train_on_batch does not go with servers=1", ConfigError):
         serving.train_on_batch(x[:BATCH], y[:BATCH])
+    for update in ("gossip", "easgd"):  # copies meet now and then
+        copies = hvdtrain.Trainer(build("float64", 0), "sgd", CROSS_ENTROPY, backend=world.backend, update=update)
+        with refused(f"train_on_batch does not go with update='{update}'", ConfigError):
+            copies.train_on_batch(x[:BATCH], y[:BATCH])
 
 
 @worlds("mpirun-2", extended=True)

@@ -493,6 +493,15 @@ def check_python_functions_are_called_with_a_ranks_own_samples_or_refused(world:
     trainer = hvdtrain.Trainer(model, backend=world.backend, reduce_op="adasum")
     np.testing.assert_allclose(trainer.evaluate(X, Y, verbose=0), right, rtol=1e-6)
 
+    class Sums(keras.Model):
+        def test_step(self, data: Any) -> dict[str, Any]:
+            return {"sum": tf.reduce_sum(self(data[0])) + tf.reduce_sum(data[1])}
+
+    own = Sums(model.inputs, model.outputs)
+    own.compile("sgd", "mse")
+    with refused("A Python function", ConfigError):
+        hvdtrain.Trainer(own, backend=world.backend, reduce_op="adasum").evaluate(X, Y)
+
 
 def check_layers_take_any_rows_of_samples(world: World) -> None:
     with computing_in("float64"):

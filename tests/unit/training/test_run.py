@@ -27,7 +27,7 @@ def run_with(monkeypatch, folder, **options):
         trainer,
         data,
         Plan(4, commit_every=2),
-        keras_callbacks=[keras.callbacks.TerminateOnNaN()],
+        callbacks=[keras.callbacks.TerminateOnNaN()],
         save=BackgroundSaver(Checkpointer(folder, backend=trainer.backend), current().control),
         stopping=object(),
         commits=Commits(),

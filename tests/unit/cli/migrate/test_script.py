@@ -52,6 +52,22 @@ OF_OLDER_TENSORFLOW = {"BroadcastGlobalVariablesHook", "device_compatibility_che
 """What horovod.tensorflow defines on other versions of TensorFlow."""
 
 
+def test_a_use_of_the_compute_service_that_is_spelled_out_stays(script, capsys):
+    code = """\
+        import horovod.tensorflow
+        import horovod.tensorflow.data.compute_service
+
+        horovod.tensorflow.init()
+        service = horovod.tensorflow.data.compute_service.TfDataServiceConfig.read("file")
+        """
+    path = script(code)
+    run(capsys, "--script", path, "--write")
+    text = path.read_text()
+    assert "hvdtrain.horovod.init()" in text
+    assert "service = horovod.tensorflow.data.compute_service.TfDataServiceConfig" in text
+    assert "import horovod.tensorflow.data.compute_service" in text
+
+
 def test_the_modules_it_knows_are_horovods():
     """All below horovod.tensorflow and horovod.keras in the installed Horovod, but for compiled parts and service."""
     found = {"horovod.tensorflow", "horovod.keras"}
