@@ -12,6 +12,8 @@ from tests.launching import launcher, run
 TASKS, FORMS = str(Path(__file__).with_name("tasks.py")), ("", "+")
 ROUNDING = {"GPT2": 1e-12}
 """The rotary embeddings, biases and softmaxes of most others are computed in 32 bits."""
+PREDICTED = {"Gemma2": 1e-4, "GemmaOneKeyHead": 1e-4}
+"""By Keras alone predictions of Gemma2 move by 2e-5 where its first weights move by 1e-12: so much is its rounding."""
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +63,8 @@ def test_decoders_train_as_in_one_process(axes, form, alone, tmp_path):
             continue
         assert set(figures) == {"loss", "accuracy", "predict"}, f"{name}: {figures}"
         for figure, difference in figures.items():
-            assert difference <= ROUNDING.get(name, 1e-5), f"{name}, {figure}: {difference}"
+            most = (PREDICTED if figure == "predict" else ROUNDING).get(name, ROUNDING.get(name, 1e-5))
+            assert difference <= most, f"{name}, {figure}: {difference}"
 
 
 def test_the_table_of_the_docs_is_that_of_the_tests():
