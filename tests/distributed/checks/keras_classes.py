@@ -117,9 +117,12 @@ def check_rules_on_servers(world: World) -> None:
     sweep(world, rules.rule_cases, SERVED)
 
 
-@worlds("mpirun-2", extended=True, why="every loss, updated by servers in step")
+@worlds("mpirun-2", extended=True, why="every loss that is divided by weights, updated by servers in step")
 def check_losses_on_servers(world: World) -> None:
-    sweep(world, objectives.loss_cases, SERVED)
+    divided = [name for name in objectives.loss_cases() if "mean_with_sample_weight" in name]
+    sweep(
+        world, objectives.loss_cases, SERVED, of=[*divided, *map("losses.{}".format, objectives.OF_THE_BATCH), "Circle"]
+    )
 
 
 @worlds("mpirun-2", extended=True, why="every optimizer, under every update rule")

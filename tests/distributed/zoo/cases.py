@@ -4,6 +4,7 @@ import inspect
 import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import mkdtemp
@@ -197,7 +198,11 @@ def sweep(
 ) -> None:
     """Train each of the cases, or those `of` these names, in each variation: as Keras, or as declared."""
     faults, every = {}, cases()
-    for name in every if of is None else of:
+    names = list(every if of is None else of)
+    for name in names[world.rank :: world.size]:  # each rank trains some by Keras, which all of them read then
+        with computing_in(every[name].dtype), suppress(Exception):
+            world.reference(keras_result, cases, name)
+    for name in names:
         case = every[name]
         with computing_in(case.dtype):
             try:
