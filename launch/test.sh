@@ -74,9 +74,11 @@ fail() { printf '%s\n' "$1" >>"$report/failed"; }
 
 skip() { printf '%s\n' "$1" >>"$report/skipped"; }
 
-# The unit tests on Python 3.13, in a venv of its own.
-on_python_3_13() {
-    local python venv=build/python3.13
+# The unit tests once more, with the oldest Keras that setup.cfg allows and on the newest Python, in a venv of its own.
+# Everything else is tested with the newest Keras, that of launch/requirements.txt.
+oldest_keras_newest_python() {
+    local python venv=build/python3.13 keras
+    keras="$(sed -n 's/^ *keras>=\([0-9.]*\).*/\1/p' setup.cfg)"
     for python in python3.13 ~/.pyenv/versions/3.13.*/bin/python; do
         if "$python" -c 'import venv, ensurepip' 2>/dev/null; then break; fi
         python=''
@@ -87,10 +89,12 @@ on_python_3_13() {
         -r launch/requirements.txt -r launch/requirements-test.txt &&
         "$venv/bin/pip" install --quiet --no-deps --no-build-isolation --config-settings editable_mode=compat -e . &&
         PATH="$PWD/$venv/bin:$PATH" python -m hvdtrain setup; then
-        PATH="$PWD/$venv/bin:$PATH" tests "unit tests on Python 3.13" -m "not extended" -n 3 tests/unit
+        local -x PATH="$PWD/$venv/bin:$PATH"
     else
         fail "setting up Python 3.13"
     fi
+    with="launch/lib/overlay.sh keras-$keras keras==$keras.* --" tests "unit tests with Keras $keras" \
+        -m "not extended" -n 3 tests/unit
 }
 
 finish() {
@@ -126,10 +130,7 @@ tests "commands and scripts" "${which[@]}" -n 3 --dist loadgroup tests/entry tes
 if [ -z "${which[*]}" ]; then
     tests "several hosts" tests/clusters
     section "exact resume" python -m tests.exact_resume
-    # The newest Keras that setup.cfg allows is that of launch/requirements.txt; this is the oldest.
-    oldest="$(sed -n 's/^ *keras>=\([0-9.]*\).*/\1/p' setup.cfg)"
-    with="launch/lib/overlay.sh keras-$oldest keras==$oldest.* --" tests "unit tests with Keras $oldest" -m "not extended" -n 3 tests/unit
+    oldest_keras_newest_python
     with="launch/lib/overlay.sh keras-hub -r launch/requirements-keras-hub.txt --" tests "KerasHub" tests/keras_hub
-    on_python_3_13
 fi
 finish

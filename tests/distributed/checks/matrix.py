@@ -23,7 +23,7 @@ def check_some_rows(world: World) -> None:
     _train(world, {name: row for name, row in ROWS.items() if row.everyday and row.ranks == world.size})
 
 
-@worlds("mpirun-2", "gloo-2", "gloo-4", extended=True, why="all rows")
+@worlds("mpirun-2", "gloo-4", extended=True, why="all rows")
 def check_all_rows(world: World) -> None:
     mpi = world.controller == "mpi"
     _train(world, {name: row for name, row in ROWS.items() if row.ranks == world.size and (mpi or not row.needs_mpi)})

@@ -355,7 +355,7 @@ def check_own_steps_go_with_options(world: World) -> None:
         assert_as_one_process(world, lambda: built(Sampling), X, **options)
 
 
-@worlds("mpirun-2", "gloo-4", extended=True, why="each step once more, with two stages")
+@worlds("gloo-4", extended=True, why="each step once more, with two stages")
 def check_own_steps_go_with_slices_of_gradients_and_weights(world: World) -> None:
     with mock.patch.object(shards, "SMALL_BYTES", 64):
         for name, make in STEPS.items():
@@ -400,7 +400,7 @@ def check_microbatches_of_own_steps_are_batches(world: World) -> None:
             assert_accumulated_as_in_one_process(world, lambda make=make: built(make))
 
 
-@worlds("mpirun-2", "gloo-4", extended=True, why="each step, and with slices of gradients and weights")
+@worlds("gloo-4", extended=True, why="each step, and with slices of gradients and weights")
 def check_microbatches_of_all_own_steps_are_batches(world: World) -> None:
     for name, make in STEPS.items():
         if make is not Adversaries:
