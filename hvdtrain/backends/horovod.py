@@ -17,7 +17,7 @@ class HorovodBackend(OneReplica, AxisCollectives):
 
     def __init__(self, session: Session) -> None:
         super().__init__(session.world.along(*REPLICA_AXES).group)
-        self._session = session
+        self.session = session
         self.capabilities = Capabilities(uneven=session.elastic)
         self.primary = session.world.primary
         mesh = session.world.mesh
@@ -32,22 +32,22 @@ class HorovodBackend(OneReplica, AxisCollectives):
 
     @property
     def everyone(self) -> AxisCollectives:
-        return self._session.world.everyone if self.job_size > self.processes else self
+        return self.session.world.everyone if self.job_size > self.processes else self
 
     def along(self, *axes: str) -> AxisCollectives:
-        return self._session.world.along(*axes)
+        return self.session.world.along(*axes)
 
     def between(self, axis: str, here: int, there: int) -> AxisCollectives:
-        return self._session.world.between(axis, here, there)
+        return self.session.world.between(axis, here, there)
 
     def broadcast(self, tensors: Mapping[str, tf.Variable], *, root: int = 0, among: Among = "replicas") -> None:
         self._members(among).broadcast(tensors, root=root)
 
     def gather_bytes(self, payload: bytes, *, timeout: float | None, among: Among = "job") -> list[bytes]:
-        return self._session.gather(payload, timeout, None if among == "job" else self._members(among).group.ranks)
+        return self.session.gather(payload, timeout, None if among == "job" else self._members(among).group.ranks)
 
     def _members(self, among: Among) -> AxisCollectives:
-        return self._session.world.everyone if among == "job" else self.along(*AXES_OF[among])
+        return self.session.world.everyone if among == "job" else self.along(*AXES_OF[among])
 
     def close(self) -> None:
-        self._session.close()
+        self.session.close()

@@ -36,7 +36,7 @@ class ParameterServerBackend(NoOpCollectives):
 
     def __init__(self, session: Session, opened: OpenStrategy) -> None:
         assert opened.roles is not None, "somebody leads"
-        self._session = session
+        self.session = session
         self._strategy = opened.strategy
         self.name = opened.name
         self.roles = {"chief": 1, "worker": opened.roles.workers, "parameter server": opened.roles.servers}
@@ -61,7 +61,7 @@ class ParameterServerBackend(NoOpCollectives):
         disable_gradient_sums(optimizer)
 
     def close(self) -> None:
-        self._session.close()
+        self.session.close()
 
 
 class CoordinatedWorkers:

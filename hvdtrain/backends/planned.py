@@ -51,6 +51,7 @@ class PlannedBackend(OneReplica, PlannedCollectives):
     capabilities = Capabilities()
 
     def __init__(self, session: Session) -> None:
+        self.session = session
         self._mesh = session.world.mesh
         super().__init__(self._mesh.size(*REPLICA_AXES), self._mesh.coordinate(*REPLICA_AXES))
         self.axes = {axis: self._mesh.size(axis) for axis in self._mesh.named(self._mesh.axis_names)}

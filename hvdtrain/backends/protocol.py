@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 import tensorflow as tf
 
 from hvdtrain.config.parallel import DATA_AXES, HOLDER_AXES, REPLICA_AXES
+from hvdtrain.runtime.session import Session
 
 ReduceOp = Literal["sum", "average", "adasum", "min", "max", "product"]
 Among = Literal["job", "replicas", "holders", "data_parallel", "tp"]
@@ -145,6 +146,10 @@ class Backend(Collectives, Protocol):
     `size`, `index` and all collectives refer to the replicas: the processes that hold the same shard of the model and
     have different samples, or different positions of the same samples.
     """
+
+    @property
+    def session(self) -> Session:
+        """This process's place in the job: its world, its link to the other ranks, its options."""
 
     @property
     def data_parallel(self) -> Collectives:

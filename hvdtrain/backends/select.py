@@ -31,8 +31,13 @@ def backend_for(session: Session) -> Backend:
     return HorovodBackend(session)
 
 
+def backend_of_process() -> Backend:
+    """Return the backend of the process's session. Raises LaunchError: `hvdtrain.init()` was not called."""
+    return backend_for(current())
+
+
 def current_exchange() -> Backend:
-    """Return the current session's backend, for a custom loop.
+    """Return the backend of the process's session, for a custom loop.
 
     Raises:
         ConfigError: its workers do not communicate.

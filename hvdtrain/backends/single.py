@@ -101,7 +101,7 @@ class SingleBackend(OneReplica, NoOpCollectives):
     capabilities = Capabilities()
 
     def __init__(self, session: Session) -> None:
-        self._session = session
+        self.session = session
 
     def close(self) -> None:
-        self._session.close()
+        self.session.close()

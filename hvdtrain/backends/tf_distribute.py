@@ -33,7 +33,7 @@ class StrategyBackend:
     remarks: Sequence[str] = ()
 
     def __init__(self, session: Session, opened: OpenStrategy) -> None:
-        self._session = session
+        self.session = session
         self._strategy = opened.strategy
         self.name = opened.name
         self.transport = opened.transport
@@ -171,10 +171,10 @@ class StrategyBackend:
         return total if known else tf.cast(total, value.dtype)
 
     def gather_bytes(self, payload: bytes, *, timeout: float | None, among: Among = "job") -> list[bytes]:
-        return self._session.gather(payload, timeout)
+        return self.session.gather(payload, timeout)
 
     def close(self) -> None:
-        self._session.close()
+        self.session.close()
 
 
 _SUMMABLE = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)

@@ -1,5 +1,6 @@
 """Private names of Keras 3's variables and optimizers."""
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -167,28 +168,58 @@ def _asker(initial_value: Any) -> tuple[Any, Any]:
     return (held["self"], held["initializer"]) if isinstance(held["self"], keras.Variable) else (None, None)
 
 
-class LazyVariable(keras.Variable):
-    """Keras variable whose value is computed on read; assigned as the class of an existing one.
+class VariableState:
+    """What takes the place of a Keras variable's tensor where that is empty, or not what counts."""
 
-    Assumes reads go through `value` and assignments through `_direct_assign`.
-    """
-
-    @property
-    def value(self) -> Any:
-        """The result of `read`, or Keras' own value."""
-        found = self.read()
-        return super().value if found is None else autocast(self, found)
-
-    def read(self) -> Any:
-        """Return the value in the declared dtype; None to use Keras' own."""
+    def read(self, variable: Any) -> Any:
+        """Return the value in the declared dtype; None for the tensor's."""
         raise NotImplementedError
 
-    def write(self, value: Any) -> None:
+    def write(self, variable: Any, value: Any) -> None:
         """Store an assigned value."""
         raise NotImplementedError
 
-    def _direct_assign(self, value: Any) -> None:
-        self.write(value)
+    def reinitialize(self, variable: Any, initializer: Any) -> None:
+        """Take the initial value of another initializer."""
+        variable.assign(initializer(variable.shape, dtype=variable.dtype))
+
+
+def state_of(variable: Any) -> VariableState | None:
+    """Return the state that a Keras variable is in; None if its tensor is read and assigned."""
+    found: VariableState | None = vars(variable).get(_STATE)
+    return found
+
+
+def set_state(variable: Any, state: VariableState | None) -> None:
+    """Let a Keras variable be read and assigned by `state`; None: by its tensor.
+
+    Assumes reads go through `Variable.value` and assignments through `_direct_assign`.
+    """
+    before = state_of(variable)
+    if state is not None:
+        vars(variable)[_STATE] = state
+        if before is None:
+            variable.__class__ = _with_state(variable.__class__)
+    elif before is not None:
+        del vars(variable)[_STATE]
+        variable.__class__ = type(variable).__base__
+
+
+_STATE = "_hvdtrain_state"
+
+
+@functools.cache
+def _with_state(kind: type) -> type:
+    """Return the subclass of a class of Keras variables whose instances are in a state."""
+
+    def value(variable: Any) -> Any:
+        found = vars(variable)[_STATE].read(variable)
+        return kind.value.fget(variable) if found is None else autocast(variable, found)  # type: ignore[attr-defined]
+
+    def assign(variable: Any, value: Any) -> None:
+        vars(variable)[_STATE].write(variable, value)
+
+    return type(kind.__name__, (kind,), {"value": property(value), "_direct_assign": assign})
 
 
 def assign_to_tensor(variable: Any, value: Any) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
+from hvdtrain.compat.keras_variables import VariableState, state_of
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.runtime.placement import Box, Placement, box_shape, even_slice, place
 from hvdtrain.runtime.session import current, has_session
@@ -23,11 +24,7 @@ _AT_ONCE = 2**20
 
 def reinitialize(variable: Any, initializer: Any) -> None:
     """Re-initialize a Keras variable; a lazily initialized one just gets the new `initializer`."""
-    set_initializer = getattr(variable, "set_initializer", None)
-    if set_initializer is not None:
-        set_initializer(initializer)
-    else:
-        variable.assign(initializer(variable.shape, dtype=variable.dtype))
+    (state_of(variable) or VariableState()).reinitialize(variable, initializer)
 
 
 @dataclass

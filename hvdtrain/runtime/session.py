@@ -3,7 +3,6 @@
 import importlib.util
 import math
 import os
-import socket
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +23,6 @@ from hvdtrain.runtime.devices import (
     place_process,
     visible_gpus,
 )
-from hvdtrain.runtime.hang.signs import Activity
 from hvdtrain.runtime.hierarchy_choice import choose_hierarchy, resolve_hierarchy
 from hvdtrain.runtime.launchers import Environment
 from hvdtrain.runtime.leaving import leave_together
@@ -305,16 +303,6 @@ def set_current(session: Session | None) -> None:
 def has_session() -> bool:
     """Whether the process has started a session."""
     return _Current.session is not None
-
-
-def activity_of_rank() -> Activity:
-    """Return what this rank notes of itself; outside of a session nobody reads it."""
-    return Activity() if _Current.session is None else _Current.session.link.activity
-
-
-def host_name() -> str:
-    """Return the name of this rank's host."""
-    return socket.gethostname() if _Current.session is None else _Current.session.environment.hostname
 
 
 def current() -> Session:

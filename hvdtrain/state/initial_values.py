@@ -14,7 +14,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.compat.keras_variables import LazyVariable, assign_to_tensor, declared_dtype, hold, making_variables
+from hvdtrain.compat.keras_variables import (
+    VariableState,
+    assign_to_tensor,
+    declared_dtype,
+    hold,
+    making_variables,
+    set_state,
+    state_of,
+)
 from hvdtrain.layers.slices import UniformSlice
 from hvdtrain.state.variables import fill_memory, free_memory, unwrap
 
@@ -40,9 +48,6 @@ def checksum(value: Any) -> int:
     return zlib.crc32(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
 
 
-_INITIALIZER = "_hvdtrain_drawn_by"
-
-
 def build_lazily(build: Callable[[], Any]) -> Any:
     """Build the model with lazily initialized variables: a read re-runs the initializer.
 
@@ -59,15 +64,16 @@ def build_lazily(build: Callable[[], Any]) -> Any:
 def materialize(variables: Iterable[Any]) -> None:
     """Materialize those of `variables` that have no value yet."""
     for variable in variables:
-        if isinstance(variable, LazilyInitialized):
-            variable.hold(initial_value(vars(variable)[_INITIALIZER], variable))
+        state = state_of(variable)
+        if isinstance(state, _Uninitialized):
+            _fill(variable, initial_value(state.initializer, variable))
 
 
 def uninitialize(variables: Iterable[Any]) -> None:
     """Turn `variables` into uninitialized, unreadable ones."""
     for variable in variables:
-        if isinstance(variable, LazilyInitialized):
-            variable.settle()
+        if isinstance(state_of(variable), _Uninitialized):
+            set_state(variable, None)
         hold(variable, None)
 
 
@@ -77,41 +83,39 @@ def _create(made: list[Any], owner: Any, initializer: Any, create: Callable[...,
     # A variable needs a value of its shape and dtype while it is created; zeros are cheapest.
     tensor = create(initial_value=tf.zeros(tuple(owner.shape), declared_dtype(owner)))
     free_memory(tensor)
-    vars(owner)[_INITIALIZER] = initializer
-    owner.__class__ = LazilyInitialized
+    set_state(owner, _Uninitialized(initializer))
     made.append(owner)
     return tensor
 
 
-class LazilyInitialized(LazyVariable):
-    """Keras variable without memory that looks initialized to a model's builder."""
+class _Uninitialized(VariableState):
+    """Of a variable without memory that looks initialized to a model's builder."""
 
-    def read(self) -> Any:
+    def __init__(self, initializer: Any) -> None:
+        self.initializer = initializer
+
+    def read(self, variable: Any) -> Any:
         """Return the initial value; None while tracing, as it may be materialized by then."""
-        return initial_value(vars(self)[_INITIALIZER], self) if tf.executing_eagerly() else None
+        return initial_value(self.initializer, variable) if tf.executing_eagerly() else None
 
-    def write(self, value: Any) -> None:
+    def write(self, variable: Any, value: Any) -> None:
         """Materialize with this value."""
         if tf.executing_eagerly():
-            self.hold(tf.cast(value, declared_dtype(self)))
+            _fill(variable, tf.cast(value, declared_dtype(variable)))
             return
         with tf.init_scope():  # whether the traced function will run is unknown
-            materialize([self])
-        assign_to_tensor(self, value)
+            materialize([variable])
+        assign_to_tensor(variable, value)
 
-    def set_initializer(self, initializer: Any) -> None:
-        """Replace the initializer."""
+    def reinitialize(self, variable: Any, initializer: Any) -> None:
+        """Draw by another initializer from now on."""
         if is_deterministic(initializer):
-            setattr(self, _INITIALIZER, initializer)
+            self.initializer = initializer
         else:
-            self.hold(initial_value(initializer, self))
+            _fill(variable, initial_value(initializer, variable))
 
-    def hold(self, value: tf.Tensor) -> None:
-        """Materialize with this value."""
-        fill_memory(unwrap(self), value)
-        self.settle()
 
-    def settle(self) -> None:
-        """Become a regular variable."""
-        delattr(self, _INITIALIZER)
-        self.__class__ = keras.Variable
+def _fill(variable: Any, value: tf.Tensor) -> None:
+    """Materialize a variable with this value."""
+    fill_memory(unwrap(variable), value)
+    set_state(variable, None)

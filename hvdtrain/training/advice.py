@@ -19,7 +19,6 @@ from hvdtrain.observability.wording import plural
 from hvdtrain.optim.averaging import innermost
 from hvdtrain.parallel.pipeline.schedule import ideal_bubble
 from hvdtrain.parallel.pipeline.stage import PipelineStage
-from hvdtrain.runtime.session import current
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.assembly import job_facts
 from hvdtrain.training.options import StepOptions
@@ -124,7 +123,7 @@ class Announcer:
         self._advised.update(advised)
         lines += notes_on(self._options, facts=job_facts(self._backend))
         lines += repeated_rows(state.model, state.optimizer)
-        session = current()
+        session = self._backend.session
         if not session.plan.pinned:
             lines += crowded(session.environment.local_size, len(session.plan.cores))
         if isinstance(state.model, PipelineStage):

@@ -9,7 +9,7 @@ from typing import Any, Unpack
 import keras
 
 from hvdtrain.backends.protocol import Backend
-from hvdtrain.backends.select import backend_for
+from hvdtrain.backends.select import backend_for, backend_of_process
 from hvdtrain.checkpoint import index
 from hvdtrain.checkpoint.agreement import on_primary
 from hvdtrain.checkpoint.naming import checkpoints_at
@@ -32,7 +32,7 @@ from hvdtrain.optim.precision import precision, scales_loss, with_loss_scaling
 from hvdtrain.parallel.pipeline.stage import PipelineStage
 from hvdtrain.parallel.tensor.parallelize import refuse_saving_shards
 from hvdtrain.runtime.logs import LOGGER
-from hvdtrain.runtime.session import Session, current
+from hvdtrain.runtime.session import Session
 from hvdtrain.state.named_tensors import is_split
 from hvdtrain.state.optimizers import AVERAGES, MAIN
 from hvdtrain.state.train_state import EXTRA, LAYERS, MODEL, RULE, TrainState
@@ -95,7 +95,7 @@ class TrainerCore:
         backend: Backend | None = None,
         **options: Unpack[TrainerOptions],
     ) -> None:
-        self.backend = backend or backend_for(current())
+        self.backend = backend or backend_of_process()
         self.options = step_options(dict(options))
         check(self.options, facts=self._job())
         if self.backend.capabilities.needs_builders:
@@ -155,7 +155,7 @@ class TrainerCore:
         self._scalars_before = scalars
 
     def _job(self) -> Facts:
-        session = current()
+        session = self.backend.session
         return job_facts(self.backend, session.environment.controller, deterministic=session.config.deterministic)
 
     @property

@@ -24,7 +24,7 @@ from hvdtrain.data.streams.rank_parts import RankTraining
 from hvdtrain.observability.wording import plural
 from hvdtrain.runtime.interrupts import InterruptWatch
 from hvdtrain.runtime.logs import LOGGER
-from hvdtrain.runtime.session import Session, current, join_next_world
+from hvdtrain.runtime.session import Session, join_next_world
 from hvdtrain.runtime.stopping import StopAgreement, Stopped
 from hvdtrain.state.scalars import Scalars
 from hvdtrain.training.agreement import check_same_data, described
@@ -70,7 +70,7 @@ def fit(
             observers.on_message(_nothing_left(trainer.state.scalars))
         saving = _saving(trainer, saved)
         resumes = backup is not None or (saved is not None and Path(saved.folder) in trainer.resumed)
-        stops = _stoppable(saved, trainer.state.scalars, plan.total_steps, resumes=resumes)
+        stops = _stoppable(saved, trainer.backend.session, trainer.state.scalars, plan.total_steps, resumes=resumes)
         with saving as save, stops as stopping:
             run = Run(
                 trainer,
@@ -96,23 +96,25 @@ def fit(
 
 def fit_elastically(trainer: TrainerCore, arguments: FitArguments, commit_every: int) -> FitResult:
     """Train in this world and its successors, as ranks leave and join. Collective."""
-    check_goes_on(current(), trainer.options)
+    session = trainer.backend.session
+    check_goes_on(session, trainer.options)
     check(ElasticConfig(elastic=True), trainer.options, facts=Facts(backend=trainer.backend.name))
     _refuse_ranks_own(arguments)
     commits, entered = Commits(), True
-    _note_training(current())
+    _note_training(session)
     while True:
         try:
             if not entered:
-                trainer.enter(join_next_world(current()))
+                session = join_next_world(session)
+                trainer.enter(session)
                 entered = True
-            settled = commits.agree("fit(elastic=True)", current())
+            settled = commits.agree("fit(elastic=True)", session)
             commits.settled = settled or [arguments.batch_for(arguments.given(), trainer.backend)]
             result = fit(trainer, _with_batch(arguments, commits.settled[0]), commits, commit_every)
-            _note_end(current())
+            _note_end(session)
             return result
         except Exception as error:
-            if not current().link.leave_world(error):
+            if not session.link.leave_world(error):
                 raise
             entered = False
 
@@ -160,10 +162,11 @@ def _saving(trainer: TrainerCore, checkpoint: Checkpoint | None) -> Iterator[Bac
         yield None
         return
     folder, hours = Path(checkpoint.folder), checkpoint.keep_every_hours
-    with locked(folder, trainer.backend, job=current().link.job) as lock:
+    session = trainer.backend.session
+    with locked(folder, trainer.backend, job=session.link.job) as lock:
         kept = int(checkpoint.keep)
         files = Checkpointer(folder, kept, trainer.backend, keep_every_hours=hours, before=lock.renew)
-        saver = BackgroundSaver(files, current().control)
+        saver = BackgroundSaver(files, session.control)
         try:
             yield saver
         finally:
@@ -223,7 +226,7 @@ def _refuse_ranks_own(arguments: FitArguments) -> None:
 
 @contextmanager
 def _stoppable(
-    checkpoint: Checkpoint | None, scalars: Scalars, total_steps: int, *, resumes: bool
+    checkpoint: Checkpoint | None, session: Session, scalars: Scalars, total_steps: int, *, resumes: bool
 ) -> Iterator[StopAgreement | None]:
     """Let signals stop the training inside this context; yields None without checkpoints.
 
@@ -233,8 +236,7 @@ def _stoppable(
     if checkpoint is None:
         yield None
         return
-    session, folder = current(), os.fspath(checkpoint.folder)
-    link = session.link
+    link, folder = session.link, os.fspath(checkpoint.folder)
 
     def message() -> str:
         where = f"interrupted at step {scalars.step} of {total_steps}"

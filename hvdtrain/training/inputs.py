@@ -41,7 +41,6 @@ from hvdtrain.data.streams.python_batches import (
 )
 from hvdtrain.data.streams.rank_parts import RankEvaluation, RankTraining, agree_on_parts
 from hvdtrain.data.streams.sharded_dataset import first_and_shards, length_of
-from hvdtrain.runtime.session import current
 
 
 def is_arrays(data: Any) -> bool:
@@ -423,7 +422,7 @@ def rank_training_data(
     rows = None if batch is None else per_replica(batch, backend.data_parallel.size)
     mine: TrainingData | None
     try:
-        mine = training_data(data, SingleBackend(current()), batch=rows, starts_over=True, **options)
+        mine = training_data(data, SingleBackend(backend.session), batch=rows, starts_over=True, **options)
     except NoSamplesError:
         mine = None
     first = None if mine is None else next(mine.batches(0))
@@ -452,7 +451,7 @@ def own_evaluation_data(
     rows = per_replica(batch, backend.data_parallel.size) if is_arrays(data) else batch
     try:
         named = first_batches(data, steps, rows)
-        mine = validation_batches(named, SingleBackend(current()), batch=rows, what=what)
+        mine = validation_batches(named, SingleBackend(backend.session), batch=rows, what=what)
         first = next(iter(mine), None)
         count = 0 if first is None else _count(mine)
     except NoSamplesError:

@@ -12,7 +12,6 @@ from hvdtrain.data.pipeline import SourceTraining, TrainingData
 from hvdtrain.observability.events import Observer, RunInfo
 from hvdtrain.optim.precision import has_dynamic_scale
 from hvdtrain.runtime.logs import warn_on_first
-from hvdtrain.runtime.session import activity_of_rank, current, host_name
 from hvdtrain.runtime.stopping import StopAgreement
 from hvdtrain.runtime.stragglers import RankTimes, SlowRank, slowest_rank
 from hvdtrain.state.named_tensors import is_split
@@ -120,7 +119,7 @@ class Run:
             monitor=self._loss_monitor(raises=keras is None or not keras.needs.ends_on_nan),
             observers=self._observers,
             keras=keras,
-            activity=activity_of_rank(),
+            activity=backend.session.link.activity,
         )
         self._clock = StepClock(data.batch, overlapping=backend.capabilities.asynchronous)
         self._report = TrainingReport(self._parts, self._clock)
@@ -158,7 +157,7 @@ class Run:
         complete = CompleteState(parts)
         rolls_back = options.on_bad_step == "rollback" and isinstance(save, BackgroundSaver)
         saving = Saving(parts, complete, save, best=self._best, desync=desync, rolls_back=rolls_back) if save else None
-        commits = Committing(parts, complete, self._commits, current()) if self._commits else None
+        commits = Committing(parts, complete, self._commits, backend.session) if self._commits else None
         compared = backend.job_size > 1 and hasattr(data, "content")
         listed: list[Callback | None] = [
             # A step's totals are noted before anything looks at them, and metrics begin before Keras' epoch does.
@@ -286,5 +285,7 @@ class Run:
         backend, activity = self._parts.backend, self._parts.activity
         if backend.job_size == 1 or backend.capabilities.asynchronous:
             return None
-        mine = RankTimes(host_name(), activity.times.blocks, activity.looks, activity.working_looks)
+        mine = RankTimes(
+            backend.session.environment.hostname, activity.times.blocks, activity.looks, activity.working_looks
+        )
         return slowest_rank([RankTimes.of(theirs) for theirs in gather(backend, asdict(mine))])

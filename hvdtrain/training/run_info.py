@@ -13,7 +13,6 @@ from hvdtrain.observability.events import Observer, RunInfo
 from hvdtrain.observability.wording import figures_of, formatted, joined
 from hvdtrain.optim.averaging import innermost
 from hvdtrain.runtime.logs import PROGRESS, on_terminal
-from hvdtrain.runtime.session import current
 from hvdtrain.state.optimizers import rate_of
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.evaluation.evaluate import Evaluation
@@ -23,7 +22,7 @@ from hvdtrain.training.plan import Plan
 
 def run_info(backend: Backend, state: TrainState, options: StepOptions, data: TrainingData, plan: Plan) -> RunInfo:
     """Return the facts about a run for observers, before its first step."""
-    session = current()
+    session = backend.session
     return RunInfo(
         recipe=str(state.model.name),
         **who_trains(backend),
@@ -54,7 +53,7 @@ def console_for(backend: Backend, verbose: str | int = "auto") -> Observer:
         return Observer()
     if verbose == 2:
         return make_console(live=False, steps=False)
-    return make_console(live=on_terminal(current().environment))
+    return make_console(live=on_terminal(backend.session.environment))
 
 
 def check_verbose(verbose: str | int) -> None:

@@ -11,17 +11,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend, gather
 from hvdtrain.compat.keras_variables import (
-    LazyVariable,
+    VariableState,
     assign_to_tensor,
     declare_shape,
     declared_dtype,
     hold,
     making_variables,
+    set_state,
     tensor_of,
 )
 from hvdtrain.config.errors import ConfigError
@@ -31,8 +31,8 @@ from hvdtrain.state.initial_values import checksum
 
 
 @dataclass
-class ShardedVariable:
-    """A variable created as a shard."""
+class ShardedVariable(VariableState):
+    """A variable created as a shard, which looks full while the model is built."""
 
     variable: Any
     cut: Cut
@@ -41,6 +41,25 @@ class ShardedVariable:
     """CRC-32 of the full initial value."""
     assigned: bool = False
     """Whether it was assigned after initialization."""
+
+    def read(self, variable: Any) -> tf.Tensor:
+        """Return the full initial value, recomputed; zeros of its shape while tracing."""
+        dtype = declared_dtype(variable)
+        if not tf.executing_eagerly():
+            return tf.zeros(self.cut.whole, dtype)
+        if self.assigned:
+            raise ConfigError(
+                f"The variable {variable.path!r} is made as a slice, and was given another value while the model was "
+                "built: it cannot be read as a whole before the model is finished. Read it before it is assigned, or "
+                "assign it last."
+            )
+        return tf.cast(self.initializer(self.cut.whole, dtype=dtype), dtype)
+
+    def write(self, variable: Any, value: Any) -> None:
+        """Store this rank's shard of a full value."""
+        self.assigned = True
+        self.drawn = checksum(value)
+        assign_to_tensor(variable, self.cut.slice_of(tf.cast(value, declared_dtype(variable))))
 
 
 @dataclass
@@ -65,13 +84,13 @@ class Building:
         value, drawn = initial_shard(initializer, owner, cut)
         tensor = create(initial_value=value)
         self.made[id(owner)] = ShardedVariable(owner, cut, initializer, drawn)
-        _look_whole(owner, self.made[id(owner)])
+        set_state(owner, self.made[id(owner)])
         return tensor
 
     def finish(self) -> list[ShardedVariable]:
         """Turn the variables into regular ones of local shape, and return them."""
         for made in self.made.values():
-            made.variable.__class__ = keras.Variable
+            set_state(made.variable, None)
             declare_shape(made.variable, made.cut.shape)
         return list(self.made.values())
 
@@ -81,36 +100,6 @@ def initial_shard(initializer: Callable[..., Any], variable: Any, cut: Cut) -> t
     dtype = declared_dtype(variable)
     whole = tf.cast(initializer(cut.whole, dtype=dtype), dtype)
     return cut.slice_of(whole), checksum(whole)
-
-
-def _look_whole(variable: Any, made: ShardedVariable) -> None:
-    variable.__class__ = ShardedWhileBuilding
-    vars(variable)["_hvdtrain_made"] = made
-
-
-class ShardedWhileBuilding(LazyVariable):
-    """Keras variable that stores a shard but looks full while building."""
-
-    def read(self) -> tf.Tensor:
-        """Return the full initial value, recomputed; zeros of its shape while tracing."""
-        made: ShardedVariable = vars(self)["_hvdtrain_made"]
-        dtype = declared_dtype(self)
-        if not tf.executing_eagerly():
-            return tf.zeros(made.cut.whole, dtype)
-        if made.assigned:
-            raise ConfigError(
-                f"The variable {self.path!r} is made as a slice, and was given another value while the model was "
-                "built: it cannot be read as a whole before the model is finished. Read it before it is assigned, or "
-                "assign it last."
-            )
-        return tf.cast(made.initializer(made.cut.whole, dtype=dtype), dtype)
-
-    def write(self, value: Any) -> None:
-        """Store this rank's shard of a full value."""
-        made: ShardedVariable = vars(self)["_hvdtrain_made"]
-        made.assigned = True
-        made.drawn = checksum(value)
-        assign_to_tensor(self, made.cut.slice_of(tf.cast(value, declared_dtype(self))))
 
 
 def shard_in_place(variable: Any, cut: Cut) -> None:

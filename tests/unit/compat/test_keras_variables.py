@@ -118,23 +118,33 @@ def makes_variables():
     assert layer.kernel.numpy().tolist() == [[3.0, 3.0]] * 3
 
 
-@CONTRACTS.of(compat.LazyVariable)
-def reads_and_writes_lazily():
+@CONTRACTS.of(compat.VariableState, compat.state_of, compat.set_state)
+def reads_and_writes_by_its_state():
     written = []
 
-    class Sevens(compat.LazyVariable):
-        def read(self):
-            return tf.fill(self.shape, 7.0)
+    class Sevens(compat.VariableState):
+        def read(self, variable):
+            return tf.fill(variable.shape, 7.0)
 
-        def write(self, value):
+        def write(self, variable, value):
             written.append(value)
 
-    mine = variable()
-    mine.__class__ = Sevens
-    assert mine.numpy().tolist() == [7.0, 7.0]
+    mine, state = variable(), Sevens()
+    kind, before = type(mine), mine.numpy().tolist()
+    compat.set_state(mine, state)
+    compat.set_state(mine, state)
+    assert compat.state_of(mine) is state
+    assert isinstance(mine, kind)
+    assert mine.numpy().tolist() == np.asarray(mine).tolist() == [7.0, 7.0]
     assert float(keras.ops.sum(mine * 1.0)) == 14.0
     mine.assign([1.0, 2.0])
-    assert written[0].numpy().tolist() == [1.0, 2.0]
+    mine.assign_add([1.0, 1.0])
+    state.reinitialize(mine, keras.initializers.Ones())
+    assert [each.numpy().tolist() for each in written] == [[1.0, 2.0], [8.0, 8.0], [1.0, 1.0]]
+    compat.set_state(mine, None)
+    assert type(mine) is kind
+    assert mine.numpy().tolist() == before
+    assert compat.state_of(mine) is None
 
 
 @CONTRACTS.of(compat.assign_to_tensor)

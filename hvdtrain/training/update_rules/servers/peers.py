@@ -25,7 +25,6 @@ import tensorflow as tf
 
 from hvdtrain.runtime.compiled import run_once
 from hvdtrain.runtime.messages import Messages, Pause
-from hvdtrain.runtime.session import current
 from hvdtrain.state.variables import unwrap
 from hvdtrain.training.update_rules.servers.layout import HEADER, MEET, MET, Entry, ServerLayout, owners_of
 from hvdtrain.training.update_rules.servers.masters import barrier, share_out
@@ -184,7 +183,7 @@ class GossipUpdate(AsyncUpdate):
             self.optimizer,
             self._options,
             workers=self._workers,
-            fail=current().link.fail,
+            fail=self._backend.session.link.fail,
             replay=replay,
             entries=self._whole(),
             theirs=masters,
@@ -257,7 +256,7 @@ class ElasticUpdate(GossipUpdate):
             self.optimizer,
             self._options,
             workers=self._workers,
-            fail=current().link.fail,
+            fail=self._backend.session.link.fail,
             replay=replay,
             entries=self._whole(),
             theirs={path: v for path, v in self._center.items() if owners[path] == self._backend.index},

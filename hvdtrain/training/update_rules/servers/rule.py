@@ -28,7 +28,6 @@ from hvdtrain.optim.clipping import global_norm
 from hvdtrain.runtime.compiled import run_once
 from hvdtrain.runtime.logs import LOGGER
 from hvdtrain.runtime.messages import Messages
-from hvdtrain.runtime.session import current
 from hvdtrain.state.named_tensors import NamedTensor
 from hvdtrain.state.optimizers import rate_at
 from hvdtrain.state.structure import structure_of
@@ -250,7 +249,7 @@ class AsyncUpdate(UpdateRule):
                 "arrays or files, with shard_by='samples' and without on_bad_record: of this data every rank would "
                 "have to train on its own share. Leave it out, so that all ranks train."
             )
-        survivors = current().link.survivors
+        survivors = self._backend.session.link.survivors
 
         def meet() -> None:
             self._drain()
@@ -279,7 +278,7 @@ class AsyncUpdate(UpdateRule):
             replay = recorded(self._options.replay, self._backend) if self._options.replay else ()
             if self._options.record:
                 check_writable(self._options.record, self._backend)
-            session = current()
+            session = self._backend.session
             self._messages = Messages(session, session.config.load_timeout)
             self._server = self._make_server(self._messages, replay)
             self._step = int(innermost(self.optimizer).iterations)
@@ -298,7 +297,7 @@ class AsyncUpdate(UpdateRule):
         """Raise if the server of this rank has failed, or a rank is lost."""
         if self._server is not None:
             self._server.check()
-        current().link.survivors.check()
+        self._backend.session.link.survivors.check()
 
     def _make_server(self, messages: Messages, replay: Sequence[Event]) -> Server:
         return Server(
@@ -307,7 +306,7 @@ class AsyncUpdate(UpdateRule):
             self.optimizer,
             self._options,
             workers=self._workers,
-            fail=current().link.fail,
+            fail=self._backend.session.link.fail,
             bound=self._bound,
             replay=replay,
         )
@@ -324,7 +323,7 @@ class AsyncUpdate(UpdateRule):
         server = self._server
         everyone = gather(self._backend, [list(server.staleness.items()), server.events, server.slices])
         self._server.stop()
-        current().link.threads.remove(self._server.stop)
+        self._backend.session.link.threads.remove(self._server.stop)
         self._messages.close()
         self._messages = self._connection = self._server = None
         staleness: Counter[int] = Counter()

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
-from hvdtrain.compat.keras_variables import autocast
+from hvdtrain.compat.keras_variables import VariableState, set_state, state_of
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.gradients.reduction import Gradient
 from hvdtrain.partition.gradients import slice_of_gradient
@@ -240,30 +240,32 @@ def gathered_forward(backend: Backend, shards: Mapping[str, Shard], prefetch: in
 @contextmanager
 def gathered_reads(variables: Sequence[Any], read: Callable[[Any], tf.Tensor]) -> Iterator[None]:
     """Make Keras variables read as the result of `read` inside the context."""
-    kinds = [type(variable) for variable in variables]
-    reading = {kind: _reading(kind, read) for kind in set(kinds)}
-    for variable, kind in zip(variables, kinds, strict=True):
-        variable.__class__ = reading[kind]
+    before = [state_of(variable) for variable in variables]
+    for variable in variables:
+        set_state(variable, _Gathered(read))
     try:
         yield
     finally:
-        for variable, kind in zip(variables, kinds, strict=True):
-            variable.__class__ = kind
+        for variable, state in zip(variables, before, strict=True):
+            set_state(variable, state)
 
 
-def _reading(kind: type, read: Callable[[Any], tf.Tensor]) -> type:
-    """Return a subclass of a variable class whose instances read by `read`."""
+class _Gathered(VariableState):
+    """Of a variable that layers read where it is gathered."""
 
-    def value(variable: Any) -> tf.Tensor:
-        return autocast(variable, read(variable))
+    def __init__(self, read: Callable[[Any], tf.Tensor]) -> None:
+        self._read = read
 
-    def assign(variable: Any, value: Any) -> None:
+    def read(self, variable: Any) -> tf.Tensor:
+        """Return the gathered tensor."""
+        return self._read(variable)
+
+    def write(self, variable: Any, value: Any) -> None:
+        """Refuse. Raises ConfigError."""
         raise ConfigError(
             f"{opt('zero', 3)} keeps slices of the parameters, which layers can read but not assign to. Received: an "
             f"assignment to {variable.path} in the forward pass. Use {opt('zero', 2)}."
         )
-
-    return type(kind.__name__, (kind,), {"value": property(value), "assign": assign})
 
 
 def refuse_other_reads(shards: Mapping[str, Shard]) -> None:

@@ -1,26 +1,41 @@
-"""This replica's shard of a variable's initial value."""
+"""This replica's shard of a variable's initial value, and what stands for a variable whose memory is free."""
 
 from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.compat.keras_variables import LazyVariable, declared_dtype, is_inferring_shapes
+from hvdtrain.compat.keras_variables import VariableState, declared_dtype, is_inferring_shapes, set_state, state_of
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.state.initial_values import checksum, initial_value
 from hvdtrain.state.variables import fill_memory, free_memory, unwrap
 
-_ATTRIBUTE = "_hvdtrain_initial_slice"
+
+class Released(VariableState):
+    """Of a variable whose memory is free: it cannot be read or assigned."""
+
+    def read(self, variable: Any) -> None:
+        """Refuse, but where only shapes are inferred. Raises ConfigError."""
+        if not is_inferring_shapes():
+            self.write(variable, None)
+
+    def write(self, variable: Any, value: Any) -> None:
+        """Refuse. Raises ConfigError."""
+        raise ConfigError(
+            f"Before the first step and between two steps {opt('zero', 3)} keeps slices of the parameters. Received: a "
+            f"look at, or an assignment to, all of {variable.path}, as after a training that ended with an error. Call "
+            "trainer.consolidate() on every rank before."
+        )
 
 
-class InitialSlice:
+class InitialSlice(Released):
     """Elements `begin` to `end` of a Keras variable's flattened initial value.
 
-    The variable may lack a `_value`; `initializer` is deterministic, or None if the value is not reproducible.
+    While a function builds the model, the variable looks full. It may lack a `_value`; `initializer` is deterministic,
+    or None if the value is not reproducible.
     """
 
     def __init__(self, variable: Any, begin: int, end: int, initializer: Any = None) -> None:
         self.variable = variable
-        self.kind = type(variable)
         self.begin, self.end = begin, end
         self.initializer = initializer
         self.values: tf.Tensor | None = None
@@ -29,7 +44,7 @@ class InitialSlice:
         """CRC-32 of the full value."""
         self.assigned = False
         """Whether it was assigned after initialization."""
-        vars(variable)[_ATTRIBUTE] = self
+        self._building = False
 
     @property
     def seed(self) -> int | None:
@@ -49,71 +64,52 @@ class InitialSlice:
         self.checksum = checksum(whole)
 
     def show_drawn(self) -> None:
-        """Re-run the initializer whenever the variable is read, as by a builder."""
-        self.variable.__class__ = ShardedWhileBuilding
+        """Free the full value, and re-run the initializer whenever the variable is read, as by a builder."""
+        self._building = True
+        set_state(self.variable, self)
 
     def close(self) -> None:
         """Free the full value; the variable can no longer be read or assigned."""
+        self._building = False
         free_memory(unwrap(self.variable))
-        self.variable.__class__ = out_of_reach(self.kind)
+        set_state(self.variable, self)
 
     def fill(self, whole: tf.Tensor) -> None:
         """Turn the variable into a regular one with this value."""
         fill_memory(unwrap(self.variable), tf.reshape(whole, tuple(self.variable.shape)))
-        self.variable.__class__ = self.kind
-        vars(self.variable).pop(_ATTRIBUTE)
+        set_state(self.variable, None)
 
-
-class ShardedWhileBuilding(LazyVariable):
-    """Keras variable that stores a shard but looks full while building."""
-
-    def read(self) -> Any:
-        """Return the full initial value, recomputed; while tracing, the variable itself."""
-        initial = initial_slice_of(self)
-        if initial is None or not tf.executing_eagerly():
+    def read(self, variable: Any) -> Any:
+        """Return the full initial value, recomputed; while tracing, the variable itself. Raises ConfigError."""
+        if not self._building:
+            return super().read(variable)
+        if not tf.executing_eagerly():
             return None
-        if initial.assigned:
+        if self.assigned:
             raise ConfigError(
                 f"{opt('zero', 3)} keeps slices of the parameters while a function builds the model: what it assigns "
-                f"to a variable cannot be read again. Received: a look at {self.path} after an assignment to it. Read "
-                "it before, or give Trainer the built model in place of the function."
+                f"to a variable cannot be read again. Received: a look at {variable.path} after an assignment to it. "
+                "Read it before, or give Trainer the built model in place of the function."
             )
-        return initial.draw()
+        return self.draw()
 
-    def write(self, value: Any) -> None:
+    def write(self, variable: Any, value: Any) -> None:
         """Keep this rank's shard of a full value."""
-        initial = initial_slice_of(self)
-        assert initial is not None, "only slices are of this class"
-        initial.assigned = True
-        initial.keep(tf.cast(value, declared_dtype(self)))
+        if not self._building:
+            super().write(variable, value)
+        self.assigned = True
+        self.keep(tf.cast(value, declared_dtype(variable)))
 
 
 def initial_slice_of(variable: Any) -> InitialSlice | None:
     """Return a variable's initial shard, unless it was taken."""
-    found: InitialSlice | None = getattr(variable, _ATTRIBUTE, None)
-    return found
+    state = state_of(variable)
+    return state if isinstance(state, InitialSlice) else None
 
 
 def taken_slice(variable: Any) -> InitialSlice | None:
     """Return and remove a variable's initial shard; its memory stays free."""
     found = initial_slice_of(variable)
     if found is not None:
-        del vars(variable)[_ATTRIBUTE]
+        set_state(variable, Released())
     return found
-
-
-def out_of_reach(kind: type) -> type:
-    """Return a Keras variable subclass that refuses reads and assignments."""
-
-    def refuse(variable: Any, *arguments: Any, **named: Any) -> Any:
-        raise ConfigError(
-            f"Before the first step and between two steps {opt('zero', 3)} keeps slices of the parameters. Received: a "
-            f"look at, or an assignment to, all of {variable.path}, as after a training that ended with an error. Call "
-            "trainer.consolidate() on every rank before."
-        )
-
-    def value(variable: Any) -> Any:
-        return kind.value.fget(variable) if is_inferring_shapes() else refuse(variable)  # type: ignore[attr-defined]
-
-    members = {"__array__": refuse, "numpy": refuse, "assign": refuse, "value": property(value)}
-    return type(kind.__name__, (kind,), members)

@@ -7,11 +7,11 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Collectives
-from hvdtrain.compat.keras_variables import rename
+from hvdtrain.compat.keras_variables import rename, set_state
 from hvdtrain.runtime.placement import extent_within, placement_of
 from hvdtrain.state.named_tensors import NamedTensor
 from hvdtrain.state.variables import fill_memory, free_memory, unwrap
-from hvdtrain.training.update_rules.zero.initial_slice import out_of_reach, taken_slice
+from hvdtrain.training.update_rules.zero.initial_slice import Released, taken_slice
 
 SMALL_BYTES = 64 * 1024
 """Variables up to this size stay full: an all-reduce of 64 KB takes as long as one of 1 KB, over MPI and Gloo."""
@@ -29,7 +29,6 @@ class Shard:
         initial = taken_slice(whole)
         self.begins_released = initial is not None
         """Whether the full value was never kept: a builder has kept this shard of it."""
-        self._kind = type(whole) if initial is None else initial.kind
         self.variable = unwrap(whole)
         self.path = path
         self.exchange = exchange
@@ -71,11 +70,11 @@ class Shard:
     def release(self) -> None:
         """Free the full variable, which cannot be read or assigned until `reveal`."""
         free_memory(self.variable)
-        self.whole.__class__ = out_of_reach(self._kind)
+        set_state(self.whole, Released())
 
     def reveal(self) -> None:
         """Make the refilled full variable accessible."""
-        self.whole.__class__ = self._kind
+        set_state(self.whole, None)
 
     def fill_master(self) -> None:
         """Copy the full variable's shard into the master, even a released one.

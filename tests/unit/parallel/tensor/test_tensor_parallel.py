@@ -13,8 +13,8 @@ import pytest
 import tensorflow as tf
 
 import hvdtrain
+from hvdtrain.compat.keras_variables import state_of
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.parallel.tensor.building import ShardedWhileBuilding
 from hvdtrain.parallel.tensor.cuts import FusedHeads
 from hvdtrain.parallel.tensor.losses import on_shards, reads_shards, sharded_form
 from hvdtrain.parallel.tensor.outputs import Shard
@@ -914,7 +914,7 @@ def test_no_more_than_one_variable_is_whole_at_a_time():
         WIDTH * WIDTH // 2
     }
     assert not [ref for ref in Counted.alive if ref() is not None], "a whole value is still there"
-    assert not any(isinstance(variable, ShardedWhileBuilding) for variable in model.variables)
+    assert not any(state_of(variable) for variable in model.variables)
 
 
 def test_a_layer_that_the_model_does_not_use_is_left_alone():
