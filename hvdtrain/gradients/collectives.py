@@ -24,7 +24,7 @@ from hvdtrain.backends.select import current_exchange
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.gradients.sparse import sum_duplicates
 from hvdtrain.partition.kinds import Rows
-from hvdtrain.partition.tracing import partition_here
+from hvdtrain.partition.partition import partition_here
 from hvdtrain.runtime.compiled import numbered
 from hvdtrain.state.variables import as_written
 

@@ -6,8 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.partition.kinds import SLICE, Opaque, Rows, Slice
-from hvdtrain.partition.partition import Partition
-from hvdtrain.partition.tracing import partition_here
+from hvdtrain.partition.partition import Partition, partition_here
 
 
 def part_of_gradient(partition: Partition, gradient: Any) -> Any:

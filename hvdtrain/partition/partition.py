@@ -5,7 +5,7 @@ A conversion changes no true value, so its gradient is the identity: tapes need 
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -399,3 +399,25 @@ def _wire_of(dtype: tf.DType) -> tuple[Callable[[tf.Tensor], tf.Tensor], Callabl
             lambda t: tf.complex(tf.cast(t[..., 0], half), tf.cast(t[..., 1], half)),
         )
     return lambda t: t, lambda t: t
+
+
+IN_GRAPH = "hvdtrain/partition"
+"""The collection of a graph that holds the partition of the step that it is traced for."""
+
+
+def partition_here() -> Partition | None:
+    """Return the partition of the step that is being traced for the whole batch, if one is."""
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    while graph is not None:
+        for partition in graph.get_collection(IN_GRAPH):
+            return None if partition.is_plain else partition
+        graph = getattr(graph, "outer_graph", None)
+    return None
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Make operations without a look at them, inside the context, if a step is being traced for the whole batch."""
+    partition = partition_here()
+    with nullcontext() if partition is None else partition.plain():
+        yield

@@ -1,7 +1,7 @@
 """Applies the rules to the operations of a step as it is traced."""
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from hvdtrain.compat.tensorflow import (
 )
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.partition.kinds import Opaque, Part, Rows, Sizes, Slice
-from hvdtrain.partition.partition import Partition
+from hvdtrain.partition.partition import IN_GRAPH, Partition
 from hvdtrain.partition.rules import Call, Finished, Outputs, of_slices, opaque, whole
 from hvdtrain.partition.sizes import followed, values_of
 from hvdtrain.partition.table import RULES
@@ -93,7 +93,7 @@ def traced(partition: Partition, *, sums: Collection[tf.Variable] = ()) -> Itera
         return found
 
     graph = tf.compat.v1.get_default_graph()
-    graph.add_to_collection(_PARTITION, partition)
+    graph.add_to_collection(IN_GRAPH, partition)
     function = type(tf.function(lambda: None))
 
     def inlined(called: Any, *args: Any, **options: Any) -> Any:
@@ -118,28 +118,7 @@ def traced(partition: Partition, *, sums: Collection[tf.Variable] = ()) -> Itera
                 f"tf.shape(x)[0] or keras.ops.shape(x)[0] in place of x.shape[0]. Without it, {error}"
             ) from error
         finally:
-            graph.get_collection_ref(_PARTITION).clear()
-
-
-def partition_here() -> Partition | None:
-    """Return the partition of the step that is being traced for the whole batch, if one is."""
-    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-    while graph is not None:
-        for partition in graph.get_collection(_PARTITION):
-            return None if partition.is_plain else partition
-        graph = getattr(graph, "outer_graph", None)
-    return None
-
-
-@contextmanager
-def unseen() -> Iterator[None]:
-    """Make operations without a look at them, inside the context, if a step is being traced for the whole batch."""
-    partition = partition_here()
-    with nullcontext() if partition is None else partition.plain():
-        yield
-
-
-_PARTITION = "hvdtrain/partition"
+            graph.get_collection_ref(IN_GRAPH).clear()
 
 
 def _made(

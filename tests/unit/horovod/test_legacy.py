@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
+LEGACY = {"TF_USE_LEGACY_KERAS": "1"}
 FILES = ("legacy_keras_cases.py", "test_names.py", "test_elastic.py")
+
+
+def test_nothing_of_keras_3_is_imported():
+    """It would take seconds and memory, and a library that finds it may use it."""
+    script = "import sys, hvdtrain.horovod.keras; sys.exit('keras' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], env=os.environ | LEGACY, check=True, timeout=240)
 
 
 @pytest.mark.extended  # Keras 2 starts TensorFlow once more; Horovod scripts run on Keras 3 every day
@@ -17,7 +24,5 @@ def test_the_face_on_tf_keras():
     without = ("-k", "not in_an_elastic_job")  # it starts a process without Keras
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *without, *files]
     root = Path(__file__).parents[3]
-    job = subprocess.run(
-        command, cwd=root, env=os.environ | {"TF_USE_LEGACY_KERAS": "1"}, capture_output=True, text=True, timeout=240
-    )
+    job = subprocess.run(command, cwd=root, env=os.environ | LEGACY, capture_output=True, text=True, timeout=240)
     assert job.returncode == 0, job.stdout[-8000:] + job.stderr[-2000:]

@@ -13,7 +13,7 @@ from hvdtrain.compat.keras_variables import VariableState, set_state, state_of
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.gradients.reduction import Gradient
 from hvdtrain.partition.gradients import slice_of_gradient
-from hvdtrain.partition.tracing import unseen
+from hvdtrain.partition.partition import unseen
 from hvdtrain.runtime.compiled import numbered, outermost_graph
 from hvdtrain.state.variables import unwrap
 from hvdtrain.training.step.contract import Collected, Parameters, Pass, serves_others
