@@ -277,12 +277,8 @@ def rate_or_schedule(optimizer: Any) -> Any:
     return optimizer._learning_rate
 
 
-CURRENT_RATE = "_get_current_learning_rate"
-"""An optimizer's method behind `learning_rate`."""
-
-
 def rate_after_update(optimizer: Any, rate: Callable[[], Any]) -> Any:
-    """Return what `rate`, an optimizer's `CURRENT_RATE`, returns once it has counted one more update.
+    """Return what `rate`, an optimizer's method of `seams.RATE`, returns once it has counted one more update.
 
     Assumes it derives the rate of a schedule from `Optimizer._iterations`.
     """

@@ -8,7 +8,7 @@ from types import FrameType, SimpleNamespace
 from typing import Any
 
 from hvdtrain.compat import unlike
-from hvdtrain.compat.replaced import active, replaced
+from hvdtrain.compat.seams import BRANCH, CAPTURE, GET_SHAPE, OPERATION, SHAPE
 
 # Graphs and functions
 
@@ -442,11 +442,11 @@ def shapes_read_as(look: Callable[[Any, Any, FrameType], Any]) -> Iterator[None]
     """
     import tensorflow as tf
 
-    shape: Any = active(tf.Tensor, "shape")
+    shape: Any = SHAPE.active(tf.Tensor)
     read: Any = property(lambda tensor: look(tensor, shape.__get__(tensor), sys._getframe(2)))
     with (
-        replaced(tf.Tensor, "shape", read),
-        replaced(tf.Tensor, "get_shape", lambda tensor: look(tensor, shape.__get__(tensor), sys._getframe(1))),
+        SHAPE.replaced(tf.Tensor, read),
+        GET_SHAPE.replaced(tf.Tensor, lambda tensor: look(tensor, shape.__get__(tensor), sys._getframe(1))),
     ):
         yield
 
@@ -459,14 +459,14 @@ def assertions_without_branches() -> Iterator[None]:
     """
     from tensorflow.python.ops import cond as module
 
-    branch = active(module, "cond")
+    branch = BRANCH.active(module)
 
     def take(pred: Any, true_fn: Any = None, false_fn: Any = None, *args: Any, name: Any = None, **options: Any) -> Any:
         if name == "AssertGuard":
             return SimpleNamespace(op=false_fn())
         return branch(pred, true_fn, false_fn, *args, name=name, **options)
 
-    with replaced(module, "cond", take):
+    with BRANCH.replaced(module, take):
         yield
 
 
@@ -498,7 +498,7 @@ def operations_made_by(make: Callable[..., Any], capture: Callable[..., Any]) ->
     import tensorflow as tf
 
     kind = tf.__internal__.FuncGraph
-    made, captured = active(kind, "_create_op_internal"), active(kind, "capture")
+    made, captured = OPERATION.active(kind), CAPTURE.active(kind)
 
     def create(graph: Any, *args: Any, **options: Any) -> Any:
         return make(made, graph, *args, **options)
@@ -506,7 +506,7 @@ def operations_made_by(make: Callable[..., Any], capture: Callable[..., Any]) ->
     def take(graph: Any, *args: Any, **options: Any) -> Any:
         return capture(captured, graph, *args, **options)
 
-    with replaced(kind, "_create_op_internal", create), replaced(kind, "capture", take):
+    with OPERATION.replaced(kind, create), CAPTURE.replaced(kind, take):
         yield
 
 

@@ -12,6 +12,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.compat.keras import flatten_layers
+from hvdtrain.compat.seams import LAYER_CALL
 
 WIDENED = (tf.float16, tf.bfloat16)
 """Dtypes that Keras normalizes in float32 and casts back."""
@@ -51,15 +52,11 @@ def fused_normalization(layers: Sequence[Any]) -> Iterator[None]:
 
 @contextmanager
 def _fused(layer: Any) -> Iterator[None]:
-    if "call" in vars(layer):
+    if LAYER_CALL.is_taken(layer):
         yield
         return
-    # Bypass Keras' tracking: this is not part of the layer's state.
-    vars(layer)["call"] = _call_of(layer, layer.call)
-    try:
+    with LAYER_CALL.replaced(layer, _call_of(layer, LAYER_CALL.active(layer))):
         yield
-    finally:
-        del vars(layer)["call"]
 
 
 def _call_of(layer: Any, written_out: Callable[..., Any]) -> Callable[..., Any]:

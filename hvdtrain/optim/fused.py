@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.compat.keras_variables import adam_slots, slot_of
+from hvdtrain.compat.seams import UPDATE
 
 UpdateStep = Callable[[Any, Any, Any], None]
 
@@ -33,23 +34,19 @@ def fused_updates(optimizer: Any) -> Iterator[None]:
     if fused is None:
         yield
         return
-    written_out = inner.update_step
+    written_out = UPDATE.active(inner)
 
     def update_step(gradient: Any, variable: Any, learning_rate: Any) -> None:
         step = fused if variable.dtype in DTYPES else written_out
         step(gradient, variable, learning_rate)
 
-    # Bypass Keras' tracking: this is not part of the optimizer's state.
-    vars(inner)["update_step"] = update_step
-    try:
+    with UPDATE.replaced(inner, update_step):
         yield
-    finally:
-        del vars(inner)["update_step"]
 
 
 def _fused(optimizer: Any) -> UpdateStep | None:
     """Return the fused update of this optimizer; None if unsupported or overridden."""
-    if "update_step" in vars(optimizer):
+    if UPDATE.is_taken(optimizer):
         return None
     written_out = type(optimizer).update_step
     if written_out is keras.optimizers.SGD.update_step:

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.compat.replaced import active, replaced
+from hvdtrain.compat.seams import FUNCTION, GRADIENT, TAPE
 from hvdtrain.compat.tensorflow import (
     Standing,
     assertions_without_branches,
@@ -78,8 +78,8 @@ def traced(partition: Partition, *, sums: Collection[tf.Variable] = ()) -> Itera
         partition.cause = "a branch or a loop"
         return original(graph, partition.whole(tensor), *args, **options)
 
-    gradient = active(tf.GradientTape, "gradient")
-    enter = active(tf.GradientTape, "__enter__")
+    gradient = GRADIENT.active(tf.GradientTape)
+    enter = TAPE.active(tf.GradientTape)
 
     def entered(tape: Any) -> Any:
         partition.forget_conversions()
@@ -100,10 +100,10 @@ def traced(partition: Partition, *, sums: Collection[tf.Variable] = ()) -> Itera
         return converted_function(called)(*args, **options)
 
     with (
-        replaced(function, "__call__", inlined),
+        FUNCTION.replaced(function, inlined),
         operations_made_by(make, capture),
-        replaced(tf.GradientTape, "gradient", differentiated),
-        replaced(tf.GradientTape, "__enter__", entered),
+        GRADIENT.replaced(tf.GradientTape, differentiated),
+        TAPE.replaced(tf.GradientTape, entered),
         within_units(partition),
         assertions_without_branches(),
         shapes_read_as(partition.read_shape),

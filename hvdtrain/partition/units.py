@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.compat.keras import mask_of, set_mask
-from hvdtrain.compat.replaced import active, replaced
+from hvdtrain.compat.seams import LAYER, LAYER_REPLICAS
 from hvdtrain.partition.kinds import Opaque, Rows
 from hvdtrain.partition.partition import Partition
 
@@ -31,7 +31,7 @@ def is_unit(layer: Any) -> bool:
 @contextmanager
 def within_units(partition: Partition) -> Iterator[None]:
     """Compute units as a whole, inside the context."""
-    call = active(keras.layers.Layer, "__call__")
+    call = LAYER.active(keras.layers.Layer)
 
     def called(layer: Any, *args: Any, **options: Any) -> Any:
         if partition.is_plain or not is_unit(layer):
@@ -53,7 +53,7 @@ def within_units(partition: Partition) -> Iterator[None]:
 
         args, options = tf.nest.map_structure(opened, (args, options))
         if like is None:
-            with replaced(layer, "replicas", _no_replicas) if hasattr(layer, "replicas") else nullcontext():
+            with LAYER_REPLICAS.replaced(layer, _no_replicas) if hasattr(layer, "replicas") else nullcontext():
                 return call(layer, *args, **options)
         outputs = call(layer, *args, **options)
 
@@ -67,7 +67,7 @@ def within_units(partition: Partition) -> Iterator[None]:
 
         return tf.nest.map_structure(closed, outputs)
 
-    with replaced(keras.layers.Layer, "__call__", called):
+    with LAYER.replaced(keras.layers.Layer, called):
         yield
 
 

@@ -25,7 +25,7 @@ from hvdtrain.training.step.batches import called, counts_of, keras_data, number
 from hvdtrain.training.step.forward_backward import called_as
 from hvdtrain.training.step.logs import StepLogs, Value, metric_value, where_counted
 from hvdtrain.training.step.loss_terms import LossTerms
-from hvdtrain.training.step.patches import traced_anew
+from hvdtrain.training.step.traced import traced_anew
 from hvdtrain.training.step.whole_batch import opened, samples_of_batch, settled_results
 from hvdtrain.training.update_rules.base import UpdateRule
 

@@ -19,7 +19,7 @@ from hvdtrain.data.batch import (
     tensors_in,
 )
 from hvdtrain.runtime.guarded import guarded
-from hvdtrain.training.step.patches import traced_anew
+from hvdtrain.training.step.traced import traced_anew
 
 
 def replica_slice(batch: Batch, backend: Backend) -> Batch:

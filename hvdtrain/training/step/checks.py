@@ -15,10 +15,10 @@ from hvdtrain.compat.keras import (
     compiled_metrics,
     function_of_metric,
 )
+from hvdtrain.compat.seams import METRIC
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.parallel.context.positions import POSITION_DIM, Positions, with_positions
 from hvdtrain.training.step.loss_terms import LossTerms
-from hvdtrain.training.step.patches import active, replaced
 
 TOLERANCE = 1e-3
 
@@ -32,7 +32,7 @@ class _Call(NamedTuple):
 
 
 def _noting(metric: Any, calls: list[_Call]) -> Callable[..., Any]:
-    original = active(metric, "update_state")
+    original = METRIC.active(metric)
 
     def update_state(*args: Any, **options: Any) -> Any:
         calls.append(_Call(metric, args, options))
@@ -115,7 +115,7 @@ def _counted(model: Any, replicas: Collectives, targets: Any, parts: Sequence[An
     calls: list[_Call] = []
     with ExitStack() as stack:
         for metric in metrics:
-            stack.enter_context(replaced(metric, "update_state", _noting(metric, calls)))
+            stack.enter_context(METRIC.replaced(metric, _noting(metric, calls)))
         stack.enter_context(_terms(model, replicas, 1.0).corrected())
         for outputs in parts:
             container.update_state(targets, outputs)

@@ -12,8 +12,8 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.compat.keras import function_of_loss, loss_of_function
+from hvdtrain.compat.seams import LOSS_CALL, LOSS_FUNCTION
 from hvdtrain.parallel.tensor.losses import without_last_dim
-from hvdtrain.training.step.patches import replaced
 
 LEAST_CLASSES = 64
 """With fewer, TensorFlow's single op is faster: 10 against 23 microseconds for 64 rows of 10 classes."""
@@ -29,7 +29,7 @@ def fast_cross_entropy() -> Iterator[None]:
     Equals Keras' up to rounding; Keras' own is used for few classes, on GPUs and under a tf.distribute strategy.
     """
     kind = loss_of_function()
-    original = kind.call  # type: ignore[attr-defined]
+    original = LOSS_CALL.active(kind)
 
     def call(loss: Any, y_true: Any, y_pred: Any) -> Any:
         function, arguments = function_of_loss(loss)
@@ -41,10 +41,10 @@ def fast_cross_entropy() -> Iterator[None]:
             flat = without_last_dim(labels, logits)
             return sparse_cross_entropy(flat, logits) if _fits(flat, logits) else own(labels, logits, **options)
 
-        with replaced(loss, "fn", losses):
+        with LOSS_FUNCTION.replaced(loss, losses):
             return original(loss, y_true, y_pred)
 
-    with replaced(kind, "call", call):
+    with LOSS_CALL.replaced(kind, call):
         yield
 
 

@@ -8,7 +8,8 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.compat.keras import loss_tracker
-from hvdtrain.compat.keras_variables import CURRENT_RATE, rate_after_update, trained_variables
+from hvdtrain.compat.keras_variables import rate_after_update, trained_variables
+from hvdtrain.compat.seams import APPLY, METRIC, MODEL_CALL, RATE
 from hvdtrain.data.batch import Batch
 from hvdtrain.gradients.reduction import Gradient, scaled
 from hvdtrain.layers.exchanging import exchanging_layers, samples_of
@@ -37,8 +38,8 @@ from hvdtrain.training.step.loss_terms import (
     has_one_divisor,
 )
 from hvdtrain.training.step.own_code import may_add_losses
-from hvdtrain.training.step.patches import active, offset_seeds, replaced
 from hvdtrain.training.step.placeholder import counted, kept_statistics, updated_statistics
+from hvdtrain.training.step.traced import offset_seeds
 
 
 def report_loss(model: Any, batch: Batch, loss: tf.Tensor, logs: StepLogs) -> None:
@@ -200,8 +201,8 @@ def called_as(model: Any, forward: Callable[..., Any] | None = None) -> Abstract
         return nullcontext()
     inner = model.call if forward is None else _without_mask(forward)
     if not sharded:
-        return replaced(model, "call", inner)
-    return replaced(model, "call", lambda *args, **options: local_outputs(model, inner, *args, **options))
+        return MODEL_CALL.replaced(model, inner)
+    return MODEL_CALL.replaced(model, lambda *args, **options: local_outputs(model, inner, *args, **options))
 
 
 def _without_mask(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -230,8 +231,8 @@ class AppliedGradients:
         inner = innermost(self._optimizer)
         with (
             differentiating(self._sources, self._gradient),
-            replaced(self._optimizer, "apply", self._apply),
-            replaced(inner, CURRENT_RATE, self._rate_of(inner)),
+            APPLY.replaced(self._optimizer, self._apply),
+            RATE.replaced(inner, self._rate_of(inner)),
         ):
             yield
 
@@ -269,7 +270,7 @@ class AppliedGradients:
 
     def _rate_of(self, optimizer: Any) -> Callable[[], Any]:
         """Return an optimizer's learning rate, which a step reads after `apply` as after the update."""
-        rate = active(optimizer, CURRENT_RATE)
+        rate = RATE.active(optimizer)
         return lambda: rate() if self._by_variable is None else rate_after_update(optimizer, rate)
 
 
@@ -299,7 +300,7 @@ class _Taken(AppliedGradients):
             stack.enter_context(super().from_step())
             if not has_own_train_step(self._model):
                 tracker = loss_tracker(self._model)
-                stack.enter_context(replaced(tracker, "update_state", self._noting(tracker)))
+                stack.enter_context(METRIC.replaced(tracker, self._noting(tracker)))
             yield
 
     def gradients(self) -> list[Gradient]:
@@ -335,7 +336,7 @@ class _Taken(AppliedGradients):
         return not narrow and not has_own_train_step(self._model)
 
     def _noting(self, tracker: Any) -> Callable[..., None]:
-        original = active(tracker, "update_state")
+        original = METRIC.active(tracker)
 
         def update_state(loss: Any, sample_weight: Any = None) -> None:
             self.loss = tf.reduce_mean(loss) if len(loss.shape) else loss  # as the tracker has it

@@ -10,12 +10,12 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend, Collectives, world_size
 from hvdtrain.compat.keras import compile_metrics, compiled_metrics, flatten_layers, own_metrics
+from hvdtrain.compat.seams import METRIC_RESULT
 from hvdtrain.compat.tensorflow import compiled
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.runtime.compiled import run_once
 from hvdtrain.state.variables import unwrap
 from hvdtrain.training.step.own_metrics import is_own_metric, only_added_to
-from hvdtrain.training.step.patches import replaced
 from hvdtrain.training.step.placeholder import restored_if_empty
 
 Value = float | np.ndarray
@@ -103,7 +103,7 @@ class StepLogs:
         seen = self._seen[threading.get_ident()] = {}
         with ExitStack() as stack:
             for metric in metrics_of(self._model):
-                stack.enter_context(replaced(metric, "result", _noting(metric, seen)))
+                stack.enter_context(METRIC_RESULT.replaced(metric, _noting(metric, seen)))
             yield
 
     @contextmanager

@@ -25,6 +25,7 @@ from hvdtrain.compat.keras import (
     module_of_losses,
     trackers_of_outputs,
 )
+from hvdtrain.compat.seams import GRADIENT, LOSS, LOSS_CALL, METRIC, REDUCED_LOSS, SCALED_LOSS, UNSCALED_LOSS
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.parallel.context.positions import belonging
 from hvdtrain.parallel.outputs import holds_output_slices
@@ -34,7 +35,6 @@ from hvdtrain.runtime.compiled import numbered
 from hvdtrain.state.variables import unwrap
 from hvdtrain.training.step.cross_entropy import fast_cross_entropy
 from hvdtrain.training.step.logs import metrics_of
-from hvdtrain.training.step.patches import active, replaced
 
 Divisors = Literal["exchanged", "weights", "own"]
 """What becomes of a divisor other than the number of samples, such as a sum of sample weights.
@@ -82,25 +82,25 @@ class LossTerms:
         """Correct the losses that are computed inside the context, in this thread."""
         with ExitStack() as stack:
             stack.enter_context(fast_cross_entropy())
-            stack.enter_context(replaced(keras.losses.Loss, "__call__", self._naming(_of_shards(keras.losses.Loss))))
+            stack.enter_context(LOSS.replaced(keras.losses.Loss, self._naming(_of_shards(keras.losses.Loss))))
             container = compiled_losses(self.model)
             if container is not None:
-                stack.enter_context(replaced(container, "call", self._noting(active(container, "call"))))
+                stack.enter_context(LOSS_CALL.replaced(container, self._noting(LOSS_CALL.active(container))))
             sharded = self.of_stage or holds_output_slices(self.model)
             for metric in compiled_metrics(self.model) if sharded else ():
-                stack.enter_context(replaced(metric, "update_state", _counting_shards(metric)))
+                stack.enter_context(METRIC.replaced(metric, _counting_shards(metric)))
             module = module_of_losses()
-            for name in ("scale_loss_for_distribution", "unscale_loss_for_distribution"):
+            for seam in (SCALED_LOSS, UNSCALED_LOSS):
                 # Keras divides by the replicas of a strategy, whose gradients weigh their samples already.
-                stack.enter_context(replaced(module, name, lambda value: value))
+                stack.enter_context(seam.replaced(module, lambda value: value))
             if not self.whole:
-                original = active(module, "reduce_weighted_values")
-                stack.enter_context(replaced(module, "reduce_weighted_values", partial(self._reduced, original)))
+                original = REDUCED_LOSS.active(module)
+                stack.enter_context(REDUCED_LOSS.replaced(module, partial(self._reduced, original)))
             for tracker in trackers_of_outputs(self.model):
-                stack.enter_context(replaced(tracker, "update_state", self._tracking(tracker)))
+                stack.enter_context(METRIC.replaced(tracker, self._tracking(tracker)))
             if not self.whole:
                 for metric in means_of(self.model):
-                    stack.enter_context(replaced(metric, "update_state", averaging(metric, self._counted_once)))
+                    stack.enter_context(METRIC.replaced(metric, averaging(metric, self._counted_once)))
             yield
 
     def _reduced(
@@ -183,7 +183,7 @@ class LossTerms:
 
     def _tracking(self, tracker: Any) -> Callable[..., None]:
         """Return the update of the mean loss of an output, in which each batch counts once, as in Keras."""
-        original = active(tracker, "update_state")
+        original = METRIC.active(tracker)
 
         def update_state(loss: Any, sample_weight: Any = None) -> None:
             original(loss, sample_weight=tf.cast(tf.math.divide_no_nan(self.samples, self.total), loss.dtype))
@@ -209,7 +209,7 @@ def means_of(model: Any) -> list[Any]:
 
 def averaging(metric: Any, counted: Callable[[tf.Tensor, Any], tuple[tf.Tensor, Any]]) -> Callable[..., Any]:
     """Return an `update_state` that takes the value and weight of `counted` for one number."""
-    original = active(metric, "update_state")
+    original = METRIC.active(metric)
 
     def update_state(values: Any, sample_weight: Any = None) -> Any:
         number = tf.convert_to_tensor(values)
@@ -226,7 +226,7 @@ def differentiating(trained: Collection[int], compute: Callable[[Gradients, Any,
 
     `trained` are their ids; `own` are the tape's gradients.
     """
-    original = tf.GradientTape.gradient
+    original = GRADIENT.active(tf.GradientTape)
     within = False  # a layer that recomputes has a tape of its own in the backward pass
 
     def gradient(tape: Any, target: Any, sources: Any, output_gradients: Any = None, *args: Any, **options: Any) -> Any:
@@ -244,7 +244,7 @@ def differentiating(trained: Collection[int], compute: Callable[[Gradients, Any,
         finally:
             within = False
 
-    with replaced(tf.GradientTape, "gradient", gradient):
+    with GRADIENT.replaced(tf.GradientTape, gradient):
         yield
 
 
@@ -263,7 +263,7 @@ def has_one_divisor(model: Any) -> bool:
 
 def _counting_shards(metric: Any) -> Callable[..., Any]:
     """Return a metric's update that takes outputs of which a rank holds a shard, with the targets that belong to it."""
-    original = active(metric, "update_state")
+    original = METRIC.active(metric)
 
     def update_state(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         shard = shard_of(y_pred)
@@ -278,7 +278,7 @@ def _counting_shards(metric: Any) -> Callable[..., Any]:
 
 def _of_shards(kind: Any) -> Callable[..., Any]:
     """Return a loss's call that takes outputs of which a rank holds a shard, with the targets that belong to it."""
-    original = kind.__call__
+    original = LOSS.active(kind)
 
     def call(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         if tf.nest.is_nested(y_pred) or tf.nest.is_nested(y_true):
@@ -288,7 +288,7 @@ def _of_shards(kind: Any) -> Callable[..., Any]:
         of_slices = None if shard is None else sharded_form(loss, shard)
         if of_slices is None:
             return original(loss, y_true, gathered(y_pred), sample_weight)
-        with replaced(type(loss), "call", lambda _, labels, logits: of_slices(labels, logits)):
+        with LOSS_CALL.replaced(type(loss), lambda _, labels, logits: of_slices(labels, logits)):
             return original(loss, y_true, y_pred, sample_weight)
 
     return call

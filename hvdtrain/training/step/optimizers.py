@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.compat.keras_variables import average_of, trained_variables
+from hvdtrain.compat.seams import APPLY
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.batch import Batch
 from hvdtrain.gradients.distributed_optimizer import DistributedOptimizer
@@ -31,8 +32,8 @@ from hvdtrain.training.step.fetch_notes import FetchNotes
 from hvdtrain.training.step.finite import zero_if_finite
 from hvdtrain.training.step.logs import StepLogs
 from hvdtrain.training.step.loss_terms import LossTerms, trained_ids
-from hvdtrain.training.step.patches import offset_seeds, replaced
 from hvdtrain.training.step.placeholder import kept_statistics, updated_statistics
+from hvdtrain.training.step.traced import offset_seeds
 from hvdtrain.training.step.train_step import ReplicaStep
 from hvdtrain.training.step.whole_batch import (
     as_applied,
@@ -84,9 +85,9 @@ class OptimizerExchange:
         self._weight.assign(tf.cast(weight, tf.float32))
         self._measure, self._calls = measure, {}
         with ExitStack() as stack:
-            stack.enter_context(replaced(keras.optimizers.Optimizer, "apply", self._elsewhere()))
+            stack.enter_context(APPLY.replaced(keras.optimizers.Optimizer, self._elsewhere()))
             for path, optimizer in self.optimizers.items():
-                stack.enter_context(replaced(optimizer, "apply", partial(self._apply, path)))
+                stack.enter_context(APPLY.replaced(optimizer, partial(self._apply, path)))
             yield
 
     def norm(self) -> tf.Tensor:
@@ -358,9 +359,9 @@ def applies_once(model: Any, batch: Batch, logs: StepLogs) -> bool:
                 places.append(-1)
 
         with ExitStack() as stack:
-            stack.enter_context(replaced(keras.optimizers.Optimizer, "apply", elsewhere))
+            stack.enter_context(APPLY.replaced(keras.optimizers.Optimizer, elsewhere))
             if model.optimizer is not None:
-                stack.enter_context(replaced(model.optimizer, "apply", apply))
+                stack.enter_context(APPLY.replaced(model.optimizer, apply))
             stack.enter_context(logs.recording())
             samples = number_of_samples(batch)
             logs.take(take_train_step(model, batch), samples, whole=samples)
@@ -383,7 +384,7 @@ def unapplied(model: Any, batch: Batch) -> Any:
     def apply(optimizer: Any, grads: Any, trainable_variables: Any = None) -> None:
         pass
 
-    with replaced(keras.optimizers.Optimizer, "apply", apply):
+    with APPLY.replaced(keras.optimizers.Optimizer, apply):
         return take_train_step(model, batch)
 
 

@@ -9,9 +9,9 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.compat.keras import function_of_metric
+from hvdtrain.compat.seams import VARIABLE
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.state.variables import unwrap
-from hvdtrain.training.step.patches import replaced
 
 _SAME = ("Identity", "Cast")
 _SUMS = {"AddV2": 2, "Add": 2, "AddN": None, "Sub": 1}
@@ -40,7 +40,7 @@ def only_added_to(metrics: Iterable[Any]) -> Iterator[None]:
         for metric in metrics:
             for variable in metric.variables:
                 assign = partial(_assigned, metric, variable, variable.assign)
-                stack.enter_context(replaced(variable, "assign", assign))
+                stack.enter_context(VARIABLE.replaced(variable, assign))
         yield
 
 

@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.compat import keras_variables as compat
+from hvdtrain.compat.seams import RATE
 from hvdtrain.config.errors import CompatibilityError, ConfigError
 from tests.unit.compat.contracts import Contracts
 
@@ -216,7 +217,7 @@ def knows_the_next_rate():
     optimizer, mine = built(
         keras.optimizers.SGD, learning_rate=keras.optimizers.schedules.ExponentialDecay(1.0, 1, 0.5)
     )
-    found = compat.rate_after_update(optimizer, getattr(optimizer, compat.CURRENT_RATE))
+    found = compat.rate_after_update(optimizer, RATE.active(optimizer))
     assert float(optimizer.learning_rate) == 1.0
     optimizer.apply([tf.ones([2])], [mine])
     assert float(found) == float(optimizer.learning_rate) == 0.5

@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend, gather
 from hvdtrain.compat.keras_variables import is_decayed
+from hvdtrain.compat.seams import VARIABLE
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.gradients.reduction import Gradient, scaled
@@ -36,7 +37,6 @@ from hvdtrain.state.variables import unwrap
 from hvdtrain.training.options import StepOptions
 from hvdtrain.training.step.contract import CompiledStep, LocalGradients, Measured, Parameters, Pass
 from hvdtrain.training.step.finite import zero_if_finite
-from hvdtrain.training.step.patches import active, replaced
 from hvdtrain.training.update_rules.base import UpdateRule
 from hvdtrain.training.update_rules.local_sgd import LocalTotals, unique_rows
 from hvdtrain.training.update_rules.servers.layout import Entry, Outgoing, ServerLayout, changes_rows_alone, owners_of
@@ -474,12 +474,12 @@ class _Served(Parameters):
 @contextmanager
 def refusing_assignments(paths: Mapping[int, str], message: Callable[[str], str]) -> Iterator[None]:
     """Raise ConfigError, with the `message` for its path, where this thread assigns to a variable of these ids."""
-    original = active(keras.Variable, "assign")
+    original = VARIABLE.active(keras.Variable)
 
     def assign(variable: Any, value: Any) -> Any:
         if id(variable) in paths:
             raise ConfigError(message(paths[id(variable)]))
         return original(variable, value)
 
-    with replaced(keras.Variable, "assign", assign):
+    with VARIABLE.replaced(keras.Variable, assign):
         yield

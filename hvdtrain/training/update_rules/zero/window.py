@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdtrain.compat.seams import UPDATE
 from hvdtrain.optim.averaging import innermost
 from hvdtrain.state.variables import unwrap
 from hvdtrain.training.update_rules.zero.shards import Shard
@@ -58,8 +59,7 @@ def slice_updates(optimizer: Any, shards: Iterable[Shard], gather: Callable[[Sha
     """
     by_master = {id(unwrap(shard.master)): shard for shard in shards}
     window = window_for(by_master.values())
-    own = vars(optimizer).get("update_step")
-    update = optimizer.update_step
+    update = UPDATE.active(optimizer)
 
     def update_step(gradient: Any, variable: Any, learning_rate: Any) -> None:
         shard = by_master.get(id(variable))
@@ -73,12 +73,5 @@ def slice_updates(optimizer: Any, shards: Iterable[Shard], gather: Callable[[Sha
         with tf.control_dependencies([last]):
             window.add(shard.bytes, shard.release_master())
 
-    # Bypass Keras' tracking: this is not part of the optimizer's state.
-    vars(optimizer)["update_step"] = update_step
-    try:
+    with UPDATE.replaced(optimizer, update_step):
         yield
-    finally:
-        if own is None:
-            del vars(optimizer)["update_step"]
-        else:
-            vars(optimizer)["update_step"] = own

@@ -1,16 +1,25 @@
-"""Methods that are replaced while a step is traced, beside threads that have nothing to do with it."""
+"""What is replaced while a step is traced, beside threads that have nothing to do with it."""
 
+import re
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from unittest import mock
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.ops import cond
 
-from hvdtrain.training.step.patches import offset_seeds, replaced, traced_anew
+from hvdtrain.compat import seams
+from hvdtrain.training.step.traced import offset_seeds, traced_anew
 from hvdtrain.training.trainer import Trainer
 
+ROOT = Path(__file__).parents[3]
+NAME, GET = (seams.Seam("a test", name, "it is tried") for name in ("name", "get"))
+TABLE = [each for each in vars(seams).values() if isinstance(each, seams.Seam)]
 ORIGINALS = (keras.random.SeedGenerator.next, keras.optimizers.Optimizer.apply)
 
 
@@ -42,7 +51,7 @@ def test_threads_that_replace_a_method_at_once_see_their_own_each():
     inside, leave = [[threading.Event() for _ in range(2)] for _ in range(2)]
 
     def replace(number):
-        with replaced(Thing, "name", lambda thing: f"of thread {number}"):
+        with NAME.replaced(Thing, lambda thing: f"of thread {number}"):
             inside[number].set()
             assert inside[1 - number].wait(20)
             assert leave[number].wait(20)
@@ -72,7 +81,7 @@ def test_a_function_that_was_traced_before_is_traced_with_the_replacements():
     thing, found = Thing(), []
     thing.name()
     for value in (2.0, 3.0):
-        with replaced(thing, "get", lambda value=value: value), traced_anew(), traced_anew():
+        with GET.replaced(thing, lambda value=value: value), traced_anew(), traced_anew():
             found += [float(thing.name()), float(thing.name())]
     assert found == [2.0, 2.0, 3.0, 3.0]
     assert float(thing.name()) == 1.0
@@ -113,3 +122,74 @@ def test_a_thread_that_trains_while_a_step_is_traced_is_left_alone():
     assert all(seen == (expected, 0.75) for seen in model.seen)
     assert (keras.random.SeedGenerator.next, keras.optimizers.Optimizer.apply) == ORIGINALS
     assert "apply" not in vars(keras.optimizers.Optimizer), "inherited, as before"
+
+
+PLACES = [
+    *(tf.GradientTape, tf.Tensor, tf.__internal__.FuncGraph, type(tf.function(lambda: None))),
+    *(keras.layers.Layer, keras.losses.Loss, keras.optimizers.Optimizer, keras.random.SeedGenerator, keras.Variable),
+    *(sys.modules[keras.losses.Loss.__module__], cond),
+]
+"""Classes and modules that others use, too."""
+
+
+def things_of(model):
+    """Return what a compiled model has that a seam may be in."""
+    optimizer = model.optimizer
+    return [model, optimizer, *model.layers, *model.metrics, *model._compile_loss.metrics, *model.variables, *PLACES]
+
+
+@pytest.mark.usefixtures("session")
+def test_every_thing_is_as_it_was_after_a_training():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), keras.layers.BatchNormalization()])
+    model.compile("adam", ["mse"], metrics=["mae"], jit_compile=False)
+    x, entered, replaced = np.ones((8, 3), "float32"), set(), seams.Seam.replaced
+
+    def noting(seam, owner, by):
+        entered.add(seam)
+        return replaced(seam, owner, by)
+
+    model.train_on_batch(x, np.ones((8, 4), "float32"))  # the metrics are made
+    before = [dict(vars(thing)) for thing in things_of(model)]
+    with mock.patch.object(seams.Seam, "replaced", noting):
+        Trainer(model).fit(x, np.ones((8, 4), "float32"), batch=4, verbose=0)
+    assert {
+        seams.APPLY,
+        seams.RATE,
+        seams.GRADIENT,
+        seams.LOSS,
+        seams.METRIC,
+        seams.UPDATE,
+        seams.LAYER_CALL,
+    } <= entered
+    after = [vars(thing) for thing in things_of(model)]
+    names = {seam.name for seam in TABLE}
+    for then, now, thing in zip(before, after, things_of(model), strict=True):
+        assert {n: then.get(n) for n in names} == {n: now.get(n) for n in names}, thing
+
+
+def test_an_error_leaves_every_thing_as_it_was():
+    optimizer = keras.optimizers.SGD()
+
+    def fail():
+        with seams.APPLY.replaced(optimizer, lambda _: 1 / 0):
+            assert seams.APPLY.is_taken(optimizer)
+            optimizer.apply([])
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert "apply" not in vars(optimizer)
+    assert not seams.APPLY.is_taken(optimizer)
+
+
+def test_the_table_names_each_place_once():
+    """And each reason tells what a reader cannot see."""
+    assert len({(seam.owner, seam.name) for seam in TABLE}) == len(TABLE)
+    assert all(seam.why and seam.why[0].islower() for seam in TABLE)
+
+
+def test_each_seam_is_entered_by_its_name():
+    words = set()
+    for file in (ROOT / "hvdtrain").rglob("*.py"):
+        if file.stem != "seams":
+            words |= set(re.findall(r"\b[A-Z_]+\b", file.read_text(encoding="utf-8")))
+    assert {name for name, each in vars(seams).items() if isinstance(each, seams.Seam)} <= words

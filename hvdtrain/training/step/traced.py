@@ -1,16 +1,14 @@
-"""Patches in effect while a model's step is traced: functions that are traced anew, seeds by replica."""
+"""What holds while a model's step is traced: functions are traced anew, seeds are a replica's own."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from hvdtrain.compat.replaced import active, replaced
+from hvdtrain.compat.seams import FUNCTION, SEEDS
 from hvdtrain.compat.tensorflow import copied_function
-
-__all__ = ["active", "offset_seeds", "replaced", "traced_anew"]
 
 
 @contextmanager
@@ -20,14 +18,14 @@ def traced_anew() -> Iterator[None]:
     A graph from before holds the original functions, and one that is made inside the context the replacements.
     """
     kind = type(tf.function(_nothing))
-    original: Callable[..., Any] = kind.__call__
+    original = FUNCTION.active(kind)
     copies: dict[int, tuple[Any, Any]] = {}
 
     def call(function: Any, *args: Any, **options: Any) -> Any:
         _, copied = copies.setdefault(id(function), (function, copied_function(function)))
         return original(copied, *args, **options)
 
-    with replaced(kind, "__call__", call):
+    with FUNCTION.replaced(kind, call):
         yield
 
 
@@ -56,7 +54,7 @@ def offset_seeds(replica: int) -> Iterator[None]:
 
     graph.seed = None if seed is None else seed + replica * _APART
     try:
-        with replaced(keras.random.SeedGenerator, "next", offset):
+        with SEEDS.replaced(keras.random.SeedGenerator, offset):
             yield
     finally:
         graph.seed = seed
