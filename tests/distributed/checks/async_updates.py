@@ -696,15 +696,15 @@ def check_slots_lie_on_their_servers(world: World) -> None:
             whole.fit(data, epochs=2, **fit)
             for number, (before, after) in enumerate(changes):
                 folder = world.folder / f"{name}-{len(changes)}-{number}"
-                trainer_of(kind, **before).fit(data, epochs=1, checkpoint=folder, **fit)
-                second = trainer_of(kind, **after)
+                first, second = trainer_of(kind, **before), trainer_of(kind, **after)
+                first.fit(data, epochs=1, checkpoint=folder, **fit)
                 second.resume(folder)
                 second.fit(data, epochs=2, **fit)
                 error = relative_error(second.model.get_weights(), whole.model.get_weights())
                 assert error <= 1e-12, f"{name}, {before} and {after}: {error:.2e}"
-            plain = kind(0.02)
-            plain.build(second.model.trainable_variables)
-            mine = sum(np.size(tensor.value) for tensor in second.rule.named_tensors().values())
+            plain, served = kind(0.02), first if before else second
+            plain.build(served.model.trainable_variables)
+            mine = sum(np.size(tensor.value) for tensor in served.rule.named_tensors().values())
             held = [int(text) for text in world.gather(str(mine).encode())]
             of_one = sum(np.size(v) for v in plain.variables)
             assert sum(held) <= of_one + world.size * len(plain.variables), f"{name}: {held}"
