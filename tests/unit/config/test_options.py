@@ -1,6 +1,7 @@
 """Every declaration of an option: its values, its rules, help and documentation."""
 
 import dataclasses
+import os
 import re
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -35,6 +36,7 @@ RULES = [
     for name, each in DECLARED.items()
     for rule in declaration_of(each).rules
 ]
+TEXTS = Path(__file__).with_name("refusals.txt")
 LIMITED = {name: each for name, each in option_fields().items() if declaration_of(each).within}
 SET: dict[str, Any] = {
     "parallel": "tp=2",
@@ -52,6 +54,7 @@ SET: dict[str, Any] = {
     "final_rate": 0.5,
     "decay_factor": 0.5,
     "servers": 6,
+    "server_variables": ("embedding",),
 }
 """Valid values other than the default, where none follows from the type."""
 HOLDING = {"size": 6, "parallel": "tp=2", "local_steps": 3}
@@ -100,6 +103,28 @@ def test_every_rule_refuses_and_lets_pass(name, rule):
     assert (error.option, error.value) == (name, mine)
     assert error.advice[1:] in error.message
     assert rule.why in error.message
+
+
+def refusal_by(name, rule):
+    """The refusal by a rule of an option or fact, as the command line words it."""
+    absent = {
+        name: value_for(name, rule.when),
+        **{each.name: absent_value(each.name, each.values) for each in rule.others},
+    }
+    if rule.kind == "excludes":
+        other = rule.others[0]
+        absent[other.name] = value_for(other.name, other.values) if rule.holds is None else HOLDING[other.name]
+    return on_command_line(violated(absent)[id(rule)].message)
+
+
+def test_the_text_of_every_refusal_is_known():
+    """They are made of several parts, and read as one sentence."""
+    said = [refusal_by(*each.values) for each in RULES]
+    if "REFUSALS_WRITTEN" in os.environ:
+        TEXTS.write_text("\n".join(said) + "\n", encoding="utf-8")
+    assert TEXTS.read_text(encoding="utf-8").splitlines() == said, (
+        "read the new ones, then: REFUSALS_WRITTEN=1 pytest …"
+    )
 
 
 def absent_value(name, values=()):
