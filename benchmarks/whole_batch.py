@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from itertools import product
 from typing import Any
+from unittest import mock
 
 from hvdtrain.bench.script import Script, print_times, started
 
@@ -58,14 +59,13 @@ def _fit(fit: Callable[..., Any], x: Any, **batch: int) -> Callable[[], Any]:
 
 def _fetches(found: list[int], batch: int) -> Any:
     """Return a context in which steps that are traced note the bytes that they fetch."""
-    from hvdtrain.compat.replaced import replaced
     from hvdtrain.training.step.fetch_notes import FetchNotes, bytes_of
 
     def note(notes: Any, partition: Any, of: Any) -> None:
         share = batch // partition.collectives.size
         found.append(sum(bytes_of(each) * (share if each.gathers else 1) for each in partition.fetches))
 
-    return replaced(FetchNotes, "note", note)
+    return mock.patch.object(FetchNotes, "note", note)
 
 
 def main() -> int:
