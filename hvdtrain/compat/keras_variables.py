@@ -169,7 +169,7 @@ def _asker(initial_value: Any) -> tuple[Any, Any]:
 
 
 class VariableState:
-    """What takes the place of a Keras variable's tensor where that is empty, or not what counts."""
+    """Stands for a Keras variable's tensor where that is empty, or not what counts."""
 
     def read(self, variable: Any) -> Any:
         """Return the value in the declared dtype; None for the tensor's."""

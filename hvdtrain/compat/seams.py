@@ -1,4 +1,4 @@
-"""What is replaced while a step is traced: a table of names of Keras and TensorFlow, each with its reason.
+"""Names of Keras, TensorFlow and models that are replaced while a step is traced: a table, with the reason of each.
 
 A seam is entered for a while, in one thread: the user's objects are what they were before and after, and threads that
 have nothing to do with the step see no difference.
@@ -16,9 +16,9 @@ class Seam:
     """A function, method or property that something else takes the place of while a step is traced."""
 
     owner: str
-    """What has it, in words."""
+    """The object, class or module that has it, in words."""
     name: str
-    """Its attribute."""
+    """The attribute."""
     why: str
 
     @contextmanager

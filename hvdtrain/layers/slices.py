@@ -24,7 +24,8 @@ _AT_ONCE = 2**20
 
 def reinitialize(variable: Any, initializer: Any) -> None:
     """Re-initialize a Keras variable; a lazily initialized one just gets the new `initializer`."""
-    (state_of(variable) or VariableState()).reinitialize(variable, initializer)
+    state = state_of(variable) or VariableState()  # a plain variable is assigned the value
+    state.reinitialize(variable, initializer)
 
 
 @dataclass

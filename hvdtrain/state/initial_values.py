@@ -89,7 +89,7 @@ def _create(made: list[Any], owner: Any, initializer: Any, create: Callable[...,
 
 
 class _Uninitialized(VariableState):
-    """Of a variable without memory that looks initialized to a model's builder."""
+    """State of a variable without memory that looks initialized to a model's builder."""
 
     def __init__(self, initializer: Any) -> None:
         self.initializer = initializer

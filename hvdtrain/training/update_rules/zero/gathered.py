@@ -251,7 +251,7 @@ def gathered_reads(variables: Sequence[Any], read: Callable[[Any], tf.Tensor]) -
 
 
 class _Gathered(VariableState):
-    """Of a variable that layers read where it is gathered."""
+    """State of a variable that is gathered where layers read it."""
 
     def __init__(self, read: Callable[[Any], tf.Tensor]) -> None:
         self._read = read

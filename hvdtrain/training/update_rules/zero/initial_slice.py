@@ -11,7 +11,7 @@ from hvdtrain.state.variables import fill_memory, free_memory, unwrap
 
 
 class Released(VariableState):
-    """Of a variable whose memory is free: it cannot be read or assigned."""
+    """State of a variable whose memory is free: it cannot be read or assigned."""
 
     def read(self, variable: Any) -> None:
         """Refuse, but where only shapes are inferred. Raises ConfigError."""
