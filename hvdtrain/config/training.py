@@ -30,6 +30,10 @@ class StepConfig:
         ),
     )
     """Microbatches per rank and optimizer step; gradients are reduced once."""
+    steps_per_execution: int = option(1, "[1, inf)")
+    """Steps in one compiled call, as in Keras' compile: callbacks, logs and checkpoints come after so many, or at the
+    end of an epoch.
+    """
     precision: PrecisionName | None = option("float32")
     """Compute dtype of layers; mixed policies keep variables, the last layer and the loss in float32."""
     sync_batch_norm: bool = option(

@@ -101,12 +101,19 @@ class StopAgreement:
         self._asked.set()
 
     def begin(self, step: int) -> bool:
-        """Note that `step` begins, and tell whether it is the last; waits while ranks agree on which is."""
+        """Note that `step` begins, and tell whether it is the last; waits while ranks agree on which is.
+
+        Of steps that are taken in one call, it is the last one.
+        """
         with self._changed:
             while self._frozen and self._stop is None and not self._closed.is_set():
                 self._changed.wait(1.0)
             self._begun = step
-            return step == self._stop
+            stops = self._stop is not None and step >= self._stop
+        if stops and self._control.rank == 0:
+            name = signal.Signals(self._signal or signal.SIGTERM).name
+            LOGGER.info(f"{name}: all ranks stop after step {step}, to save it.")
+        return stops
 
     def stopped(self) -> Stopped:
         """Return the exception that ends this process, once the last step is saved."""
@@ -147,8 +154,6 @@ class StopAgreement:
             signals = {int(text.split()[1]) for text in everyone.values()}
             self._signal = min(signals)  # SIGINT before all others
             self._changed.notify_all()
-        if self._control.rank == 0:
-            LOGGER.info(f"{signal.Signals(self._signal).name}: all ranks stop after step {self._stop}, to save it.")
         return True
 
     def _post(self, posts: Mapping[str, str], deadline: float) -> bool:

@@ -73,10 +73,10 @@ class Scalars:
         """Return the completed steps of all epochs of `steps_per_epoch`."""
         return self.epoch * steps_per_epoch + self.step_in_epoch
 
-    def advance(self, steps_per_epoch: int) -> None:
-        """Count one step."""
-        place = self.step_in_epoch + 1
-        self.step += 1
+    def advance(self, steps_per_epoch: int, steps: int = 1) -> None:
+        """Count steps of one epoch."""
+        place = self.step_in_epoch + steps
+        self.step += steps
         self.epoch, self.step_in_epoch = self.epoch + place // steps_per_epoch, place % steps_per_epoch
 
     def begin_training(self, initial_epoch: int = 0) -> None:

@@ -13,6 +13,7 @@ from hvdtrain.backends.parameter_server import ParameterServerBackend
 from hvdtrain.backends.protocol import Backend, Future, Workers
 from hvdtrain.config.errors import DataError
 from hvdtrain.data.batch import Batch, as_batch
+from hvdtrain.data.streams.given import batched
 from hvdtrain.state.optimizers import rate_of
 from hvdtrain.state.structure import seed_states
 from hvdtrain.state.train_state import TrainState
@@ -53,7 +54,7 @@ class AsynchronousStepFactory(KerasStepFactory):
         return AsynchronousPredictor(self._backend, self._workers, self._model)
 
 
-class AsynchronousStep:
+class AsynchronousStep(CompiledStep):
     """Dispatches each batch to a worker, which updates the parameters immediately.
 
     A step's gradient is that of its whole batch. When it is applied, other workers have updated the parameters since
@@ -260,13 +261,15 @@ class AsynchronousEvaluator(KerasEvaluator):
         """Evaluate on `batches`, calling `hooks`. Raises DataError for no samples."""
         begin = time.perf_counter()
         hooks, tally = hooks or EvaluationHooks(), Tally(self._logs)
-        number = -1
-        for number, batch in enumerate(batches):
-            hooks.begin_test_step(number)
-            parts = batch[:2] if batch.sample_weight is None else batch[:3]
-            tally.add(self._workers.schedule(self._evaluate, *parts))
-            hooks.end_test_step(number, tally.results)
-        if number < 0:
+        count, at_once = 0, self._model.steps_per_execution
+        for together in batched(batches, at_once):
+            hooks.begin_test_step(count)
+            for batch in together:
+                parts = batch[:2] if batch.sample_weight is None else batch[:3]
+                tally.add(self._workers.schedule(self._evaluate, *parts))
+            hooks.end_test_step(count + at_once - 1, tally.results)
+            count += len(together)
+        if not count:
             raise DataError("There is nothing to evaluate: the validation data hold no samples.")
         results = tally.results()
         self._logs.reset()

@@ -40,7 +40,8 @@ class StepClock:
         self._recent: Counter[bool] = Counter()
         self._recent_seconds: dict[bool, float] = {True: 0.0, False: 0.0}
         """Steps since the last report and their seconds: of those that compiled, and of the others."""
-        self._under_way = 0
+        self._under_way, self._waits = 0, 0.0
+        """Steps since the last waited one, and the seconds for which they waited for data."""
         self._begin = time.perf_counter()
         self.last_wait = 0.0
         """Seconds waited for the last batch."""
@@ -55,18 +56,19 @@ class StepClock:
         batch = next(batches)
         waited = 0.0 if self._overlapping else time.perf_counter() - begin - HAND_OVER_S
         self.last_wait = max(0.0, waited)
+        self._waits += self.last_wait
         return batch
 
-    def tick(self, *, waited: bool = True, compiled: bool = False) -> None:
-        """Record the end of a step, or its unawaited start; `compiled`: its time says nothing of the others'."""
+    def tick(self, steps: int = 1, *, waited: bool = True, compiled: bool = False) -> None:
+        """Record the end of steps, or their unawaited start; `compiled`: their time says nothing of the others'."""
         now = time.perf_counter()
-        self._under_way += 1
+        self._under_way += steps
         if self._overlapping and not waited:
             return
-        each = (now - self._begin) / self._under_way
+        each, waited_each = (now - self._begin) / self._under_way, self._waits / self._under_way
         for _ in range(self._under_way):
-            self.note(each, self.last_wait, compiled=compiled)
-        self._under_way, self._begin = 0, now
+            self.note(each, waited_each, compiled=compiled)
+        self._under_way, self._waits, self._begin = 0, 0.0, now
 
     def note(self, seconds: float, waited: float = 0.0, *, compiled: bool = False) -> None:
         """Count a step of `seconds`, `waited` of them for data."""

@@ -21,7 +21,7 @@ SHAPED = ("accuracy", "acc", "crossentropy", "ce")
 """Names that Keras resolves by the shapes of targets and outputs."""
 _MARK = "_hvdtrain_compile_config"
 """Attribute with the settings of the trainer's own `compile`."""
-_WITHOUT_EFFECT = {"steps_per_execution": 1, "run_eagerly": False}
+_WITHOUT_EFFECT = {"run_eagerly": False}
 """Defaults of ignored settings. Keras does not record whether `jit_compile` was requested."""
 
 
@@ -74,6 +74,7 @@ def compile_for_trainer(model: Any, optimizer: Any, objective: Objective) -> Non
         loss_weights=objective.loss_weights,
         metrics=_listed(objective.metrics),
         weighted_metrics=_listed(objective.weighted_metrics),
+        steps_per_execution=model.steps_per_execution,
         jit_compile=False,
         auto_scale_loss=False,
     )

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -117,11 +117,14 @@ class TrainerCore:
             self.compiled_by_user = optimizer is None
             """Whether the optimizer is that of a compiled model, which goes on with it after a training."""
             optimizer, objective, notes = merge_compile_settings(built, optimizer, chosen)
+            if self.options.steps_per_execution == 1:
+                self.options = replace(self.options, steps_per_execution=built.steps_per_execution)
             check(self.options, facts=model_facts(self._job(), built))
             if self.backend.name == "horovod" and self.backend.size > 1:
                 refuse_keras_synchronization(built)
             own = not isinstance(model, keras.Model)
             self.model = staged(converted(built, self.options), self.backend, self.options, own=own)
+            self.model.steps_per_execution = self.options.steps_per_execution
             optimizer = built_optimizer(optimizer, self.model)
             if scales_loss(built) and not decided:
                 optimizer = with_loss_scaling(optimizer)

@@ -11,7 +11,7 @@ from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.callbacks.base import Callback, Outcome, StepEnd
 from hvdtrain.training.clock import StepClock
 from hvdtrain.training.plan import Plan
-from hvdtrain.training.step.contract import CompiledStep
+from hvdtrain.training.step.contract import CompiledStep, StepResult
 
 FEW_STEPS = 32
 """A training of no more steps measures all of them: a second graph, without measurement, takes longer to compile."""
@@ -27,6 +27,7 @@ class TrainingLoop:
         clock: records the times of the steps.
         activity: the loop's current activity, for the hang watchdog.
         stopping: agrees on the step after which a signal stops all ranks; None: never.
+        at_once: steps that are taken in one call, at most; fewer at the end of an epoch. The callbacks see them as one.
         measures_few: whether all of a few steps are measured; not where a measured step waits for others.
         measures_all: whether all steps can be waited for, as any may turn out to be the last.
     """
@@ -42,6 +43,7 @@ class TrainingLoop:
         clock: StepClock,
         activity: Activity,
         stopping: StopAgreement | None = None,
+        at_once: int = 1,
         measures_few: bool = True,
         measures_all: bool = False,
     ) -> None:
@@ -58,6 +60,7 @@ class TrainingLoop:
         self._clock = clock
         self._activity = activity
         self._stopping = stopping
+        self._at_once = at_once
         self._first = state.scalars.step + 1
 
     def run(self) -> None:
@@ -73,22 +76,18 @@ class TrainingLoop:
             for each in callbacks:
                 each.before_step(step)
             activity.phase = "loading"
-            batch = clock.next_of(batches)
-            if self._varies:
-                batch, ends_pass = batch
-                self._end_with_pass(step, ends_pass)
+            read = self._read(batches, step)
             step.measured = any(each.measures.due(step) for each in callbacks)
-            activity.note_read(clock.last_wait)
             activity.phase = "compiling" if step.first else "step"
             measure = step.measured or self._always_measures
-            kind = _kind_of_step(batch, measure)
+            kind = _kind_of_step(read, measure)
             begin = time.perf_counter()
-            step.result = self._step(batch, measure=measure)
+            step.results = self._take(read, measure)
             activity.times.note(begin, time.perf_counter())
-            clock.tick(waited=step.measured, compiled=kind not in known)
+            clock.tick(step.steps, waited=step.measured, compiled=kind not in known)
             known.add(kind)
             activity.phase = "callbacks"
-            scalars.advance(self._steps_of_epoch(step))
+            scalars.advance(self._steps_of_epoch(step), step.steps)
             for each in callbacks:
                 if each.when.due(step) and each.after_step(step) is Outcome.STOP:
                     step.outcome = Outcome.STOP
@@ -99,6 +98,27 @@ class TrainingLoop:
                 self._resume_clocks()
         if isinstance(batches, Generator):
             batches.close()  # a PyDataset is told that its epoch has ended
+
+    def _read(self, batches: Iterator[Any], step: StepEnd) -> list[Any]:
+        """Return the batches of `step`, and let it end where a pass over the data does."""
+        read: list[Any] = []
+        ends_pass = False
+        while len(read) < step.steps and not ends_pass:
+            batch = self._clock.next_of(batches)
+            if self._varies:
+                batch, ends_pass = batch
+            read.append(batch)
+            self._activity.note_read(self._clock.last_wait)
+        step.number -= step.steps - len(read)
+        step.steps = len(read)
+        if self._varies:
+            self._end_with_pass(step, ends_pass)
+        return read
+
+    def _take(self, batches: list[Any], measure: bool) -> Sequence[StepResult]:
+        if len(batches) == 1:
+            return [self._step(batches[0], measure=measure)]
+        return self._step.several(batches, measure=measure)
 
     def _batches(self) -> Iterator[Any]:
         """Return the batches from the state's position on, and start the clock."""
@@ -127,27 +147,33 @@ class TrainingLoop:
 
     def _steps_of_epoch(self, step: StepEnd) -> int:
         """Return the steps of the epoch of `step`; of a pass whose length is unknown, one more than so far."""
-        return self._data.steps_per_epoch if not self._varies else step.place + (1 if step.ends_epoch else 2)
+        return self._data.steps_per_epoch if not self._varies else step.place + step.steps + (not step.ends_epoch)
 
     def _next(self) -> StepEnd:
-        """Return the next step's position in the run."""
+        """Return the position in the run of the next step, or of several, of which the data may have fewer."""
         scalars, steps_per_epoch = self._state.scalars, self._data.steps_per_epoch
-        number, place = scalars.step + 1, scalars.step_in_epoch
-        last = number == self._total
-        ends_epoch = last or place + 1 == steps_per_epoch
+        place, left = scalars.step_in_epoch, self._total - scalars.step
+        if self._until_epoch is not None:
+            steps = self._at_once
+        else:
+            steps = min(self._at_once, left, left if self._varies else steps_per_epoch - place)
+        number = scalars.step + steps
+        last = steps == left
+        ends_epoch = last or place + steps == steps_per_epoch
         stops = self._stopping is not None and self._stopping.begin(number)
         return StepEnd(
             number=number,
             epoch=scalars.epoch + self._epoch_offset,
             place=place,
-            first=number == self._first,
+            steps=steps,
+            first=number - steps + 1 == self._first,
             ends_epoch=ends_epoch,
             last=last,
             stops=stops,
         )
 
 
-def _kind_of_step(batch: Any, measure: bool) -> tuple[bool, Any]:
-    """Return what a step is compiled for: whether it is measured, and how many samples it has, where that is known."""
-    samples = getattr(batch, "global_samples", None)
-    return measure, samples if isinstance(samples, int) else None
+def _kind_of_step(batches: Sequence[Any], measure: bool) -> tuple[bool, Any]:
+    """Return what a step is compiled for: whether it is measured, and its samples and steps, as far as known."""
+    samples = getattr(batches[0], "global_samples", None)
+    return measure, (samples if isinstance(samples, int) else None, len(batches))

@@ -68,6 +68,7 @@ class TrainerOptions(TypedDict, total=False):
     """The fields of `StepOptions` as keyword arguments, for editors (PEP 692)."""
 
     accumulate: int
+    steps_per_execution: int
     precision: PrecisionName | None
     sync_batch_norm: bool
     jit: bool

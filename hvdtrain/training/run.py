@@ -202,6 +202,7 @@ class Run:
             clock=self._clock,
             activity=parts.activity,
             stopping=self._stopping,
+            at_once=self._trainer.options.steps_per_execution,
             measures_few=not parts.waits,
             measures_all=any(isinstance(each, KerasBatches) and each.stops_anywhere for each in callbacks),
         )

@@ -5,7 +5,8 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from itertools import islice
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
@@ -19,6 +20,7 @@ from hvdtrain.data.streams.sharded_dataset import is_pure
 WHOLE = "Every rank is given all of them, and the trainer takes the rank's part of each batch"
 OWN = 'If each rank is to train on its own part, pass shard="rank".'
 _CURE = f"{WHOLE}: leave out slices such as x[rank::size] or shard(). {OWN}"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -191,6 +193,13 @@ class AsMany:
                     f"The {self._what} data have {fewest} batches on rank {counts.index(fewest)} and more on rank "
                     f"{counts.index(max(counts))}. {_CURE}"
                 )
+
+
+def batched(batches: Iterable[T], length: int) -> Iterator[list[T]]:
+    """Yield the next `length` batches, until there are no more."""
+    left = iter(batches)
+    while several := list(islice(left, length)):
+        yield several
 
 
 def in_step(batches: Iterable[Batch]) -> Iterable[Batch]:

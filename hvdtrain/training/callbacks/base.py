@@ -1,9 +1,10 @@
 """A callback of a training, and what it is told of a step."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from hvdtrain.training.step.contract import StepResult
+from hvdtrain.training.step.contract import Measured, StepResult
 
 
 class Outcome(IntEnum):
@@ -16,14 +17,16 @@ class Outcome(IntEnum):
 
 @dataclass(slots=True, kw_only=True)
 class StepEnd:
-    """A step, as seen by callbacks."""
+    """A step, or the last of several that are taken in one call, as seen by callbacks."""
 
     number: int
     """Completed optimizer steps, including this one."""
     epoch: int
     """Epoch, from 0."""
     place: int
-    """Step within the epoch, from 0."""
+    """Step within the epoch, from 0; of several the first one's."""
+    steps: int = 1
+    """How many it stands for."""
     first: bool
     """Whether it is the first step of training."""
     ends_epoch: bool
@@ -34,18 +37,23 @@ class StepEnd:
     """Whether all ranks stop after it because of a signal; its epoch continues when resumed."""
     measured: bool = False
     """Whether it was measured, and so waited for."""
-    result: StepResult | None = None
-    """None before the step."""
+    results: Sequence[StepResult] = ()
+    """Of all steps, of which some may be stacked; none before the step."""
     loss: float = float("nan")
     """Mean since the last measured step; known once a measured step was checked."""
     outcome: Outcome = Outcome.CONTINUE
     """Effect of earlier callbacks."""
 
     @property
-    def taken(self) -> StepResult:
-        """The result, after the step."""
-        assert self.result is not None, "callbacks that ask for it follow the step"
-        return self.result
+    def measurement(self) -> Measured:
+        """What was measured, after a measured step."""
+        measured = self.results[-1].measured
+        assert measured is not None, "callbacks that ask for it are due after measured steps"
+        return measured
+
+    def passes(self, every: int) -> bool:
+        """Return whether the number of one of its steps is divisible by `every`."""
+        return self.number // every > (self.number - self.steps) // every
 
 
 @dataclass(frozen=True)
@@ -53,7 +61,7 @@ class When:
     """Steps after which a callback is due."""
 
     every: int | None = None
-    """Steps whose number is divisible by this."""
+    """Steps whose number is divisible by this; of several in one call, those with one such."""
     first: bool = False
     epoch_ends: bool = False
     last: bool = False
@@ -63,7 +71,7 @@ class When:
     def due(self, step: StepEnd) -> bool:
         """Return whether a callback is due after `step`."""
         return bool(
-            (self.every and step.number % self.every == 0)
+            (self.every and step.passes(self.every))
             or (self.measured and step.measured)
             or (self.epoch_ends and step.ends_epoch)
             or (self.first and step.first)

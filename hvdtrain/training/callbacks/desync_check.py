@@ -72,8 +72,8 @@ class DesyncCheck(Callback):
 
     def _due(self, step: StepEnd) -> bool:
         taken = step.number - self._first
-        early = taken < self._every and not taken & (taken - 1)
-        return early or step.ends_epoch or step.number % self._every == 0
+        early = taken < self._every and taken.bit_length() > (taken - step.steps).bit_length()
+        return early or step.ends_epoch or step.passes(self._every)
 
     def look(self, where: str) -> None:
         """Compare the ranks now; `where` names the step. Raises DesyncError naming variables and ranks. Collective."""

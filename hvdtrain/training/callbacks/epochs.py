@@ -31,12 +31,13 @@ class Totals(Callback):
         if step.place == 0:
             if not step.first:
                 self._parts.step.begin_metrics()
-            self._parts.monitor.begin_epoch(step.number, step.epoch)
+            self._parts.monitor.begin_epoch(step.number - step.steps + 1, step.epoch)
         self._parts.state.counts_epoch = True
 
     def after_step(self, step: StepEnd) -> None:
         """Note the totals."""
-        self._parts.monitor.note(step.taken.totals, step.taken.here)
+        for result in step.results:
+            self._parts.monitor.note(result.totals, result.here)
         self._parts.observers.on_progress(step.number)
 
 

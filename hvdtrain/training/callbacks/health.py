@@ -30,8 +30,7 @@ class BadSteps(Callback):
 
     def after_step(self, step: StepEnd) -> None:
         """Check, and note the mean loss in `step`."""
-        measured, monitor = step.taken.measured, self._parts.monitor
-        assert measured is not None, "it is due after measured steps"
+        measured, monitor = step.measurement, self._parts.monitor
         finite, curable = bool(measured.finite), self._roll_back is not None
         scale = None if measured.loss_scale is None else float(measured.loss_scale)
         step.loss = monitor.settle(finite_parameters=finite or curable, loss_scale=scale)

@@ -266,8 +266,8 @@ class KerasCallbacks(EvaluationHooks):
         return restoring(unwrap(variable) for each in held for variable in each.variables if not len(variable.shape))
 
     def end_step(self, step: StepEnd, results: Mapping[str, Any]) -> None:
-        """End a step, with the results of the epoch so far."""
-        self.list.on_train_batch_end(step.place, dict(results))
+        """End a step, with the results of the epoch so far; its number is Keras', as if no call had fewer steps."""
+        self.list.on_train_batch_end(step.place + self._model.steps_per_execution - 1, dict(results))
 
     def begin_evaluation(self) -> None:
         """Begin the validation."""

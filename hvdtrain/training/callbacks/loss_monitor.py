@@ -86,7 +86,7 @@ class LossMonitor:
         self._place_of_step_0 = epoch * (self._steps_per_epoch or 0) - (step - 1)
 
     def note(self, totals: Totals, here: Any = None) -> None:
-        """Record a started step's totals and this replica's part (`StepResult.here`)."""
+        """Record the totals of started steps and this replica's part of them, as in a `StepResult`."""
         self._pending.append((totals, here))
         if self._early and len(self._pending) >= UNREAD_STEPS:
             older, self._pending = self._pending[: UNREAD_STEPS // 2], self._pending[UNREAD_STEPS // 2 :]
@@ -131,12 +131,12 @@ class LossMonitor:
         """Read the totals of subsequent steps."""
         if not results:
             return
-        rows = np.array([totals.numpy() for totals, _ in results], np.float64)
+        rows = np.concatenate([np.atleast_2d(totals.numpy()) for totals, _ in results]).astype(np.float64)
         guarded = rows.shape[1] == len(GuardedTotals._fields)
         # A batch without samples weighs as one.
         self._empty += (self._read + np.flatnonzero((rows[:, 0] == 0) & (rows[:, 1] <= 1))).tolist()
         if guarded:
-            self._set_aside(rows, [here for _, here in results])
+            self._set_aside(rows, [each for _, here in results for each in np.atleast_2d(here)])
         finite = np.isfinite(rows[:, 0])
         self._bad_data = _first_bad(rows[:, 2], self._read) if self._bad_data is None else self._bad_data
         self._bad_loss = _first_bad(rows[:, 0], self._read) if self._bad_loss is None else self._bad_loss

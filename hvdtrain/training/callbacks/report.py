@@ -69,8 +69,7 @@ class TrainingReport(Callback):
 
     def after_step(self, step: StepEnd) -> None:
         """Report a measured step, after it was checked. Collective."""
-        measured = step.taken.measured
-        assert measured is not None, "it is due after measured steps"
+        measured = step.measurement
         metrics = dict(self._parts.step.recent_metrics())
         so_far = dict(self._parts.step.metrics_so_far())
         metrics.pop("loss", None)

@@ -1,7 +1,7 @@
 """Evaluation over all replicas: every sample counts once."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -13,7 +13,7 @@ from hvdtrain.compat.keras import flatten_results
 from hvdtrain.compat.tensorflow import compiled
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.batch import Batch
-from hvdtrain.data.streams.given import in_step
+from hvdtrain.data.streams.given import batched, in_step
 from hvdtrain.layers.sync_batch_norm import replicas_of, sync_layers
 from hvdtrain.partition.tracing import CallsPython, StepExchanges
 from hvdtrain.runtime.placement import placement_of
@@ -23,7 +23,9 @@ from hvdtrain.state.structure import structure_of
 from hvdtrain.state.variables import restoring
 from hvdtrain.training.step.batches import called, counts_of, keras_data, number_of_samples, replica_slice
 from hvdtrain.training.step.forward_backward import called_as
+from hvdtrain.training.step.graph_cache import GraphCache
 from hvdtrain.training.step.logs import StepLogs, Value, metric_value, where_counted
+from hvdtrain.training.step.looped import Loop, kind_of_steps, of_one_kind
 from hvdtrain.training.step.loss_terms import LossTerms
 from hvdtrain.training.step.traced import traced_anew
 from hvdtrain.training.step.whole_batch import opened, samples_of_batch, settled_results
@@ -37,10 +39,10 @@ class EvaluationHooks:
     """Whether the EMA of the weights is evaluated, in place of the weights (Keras' SwapEMAWeights)."""
 
     def begin_test_step(self, number: int) -> None:
-        """Called before batch `number`, from 0."""
+        """Called before batch `number`, from 0, or the first of several that are computed in one call."""
 
     def end_test_step(self, number: int, so_far: Callable[[], Mapping[str, Any]]) -> None:
-        """Called after batch `number`, from 0.
+        """Called after batch `number`, from 0, or the last of several, as if there were as many in each call.
 
         `so_far` returns loss and metrics so far. It is a collective: all replicas call it, or none.
         """
@@ -143,6 +145,8 @@ class KerasEvaluator:
     `rule` returns the rule that holds the model's weights; None: the model does. `logs` counts the results.
     `whole_batch` returns whether code of the model's own computes with the samples of all replicas; a Python function
     is called with this one's if `apart` allows it.
+
+    The batches of a call, `steps_per_execution` of the model, are one for the hooks.
     """
 
     of_stage: ClassVar[bool] = False
@@ -159,6 +163,7 @@ class KerasEvaluator:
         apart: Callable[[], bool] = lambda: False,
     ) -> None:
         self._backend = backend
+        self._loops = GraphCache()
         self._sees_whole_batch = whole_batch
         self._may_be_apart = apart
         self._apart = False
@@ -183,23 +188,36 @@ class KerasEvaluator:
         holds = rule is None or rule.gathering() is None
         count, self._model.stop_evaluating = 0, False
         # Ranks exchange divisors of losses, parameters and activations in each batch.
-        for batch in in_step(batches):
+        at_once = self._model.steps_per_execution
+        for together in batched(in_step(batches), at_once):
             hooks.begin_test_step(count)
-            try:
-                called(self._updates[holds], batch)
-            except (StepExchanges, CallsPython) as error:  # while it was traced
-                if isinstance(error, CallsPython) and not self._may_be_apart():
-                    raise
-                self._apart = True
-                called(self._updates[holds], batch)
-            hooks.end_test_step(count, self._so_far)
-            count += 1
+            for alike in of_one_kind(together):
+                try:
+                    self._update(alike, holds=holds)
+                except (StepExchanges, CallsPython) as error:  # while it was traced
+                    if isinstance(error, CallsPython) and not self._may_be_apart():
+                        raise
+                    self._apart = True
+                    self._update(alike, holds=holds)
+            hooks.end_test_step(count + at_once - 1, self._so_far)
+            count += len(together)
             if is_stopped(self._model, "stop_evaluating", self._backend.job_size):
                 break
         if not count:
             raise DataError("There is nothing to evaluate: the validation data hold no samples.")
         results = {name: metric_value(value) for name, value in self._results().items()}
         return evaluation_of(results, time.perf_counter() - begin)
+
+    def _update(self, batches: Sequence[Batch], *, holds: bool) -> None:
+        """Count batches of one kind, in one call if there is a graph for so many kinds."""
+        update, first = self._updates[holds], batches[0]
+        kind = (holds, self._apart, kind_of_steps(first))
+        loop = self._loops.find(kind, lambda: Loop(update, first)) if len(batches) > 1 else None
+        if loop is not None:
+            loop(batches)
+            return
+        for batch in batches:
+            called(update, batch)
 
     def kept_metrics(self) -> AbstractContextManager[None]:
         """Return a context that restores what the model's metrics hold: the epoch so far of a training under way."""

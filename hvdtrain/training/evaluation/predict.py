@@ -1,7 +1,7 @@
 """Predictions over all replicas, in the order of the inputs."""
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
@@ -12,7 +12,7 @@ from hvdtrain.compat.keras import joined_outputs
 from hvdtrain.compat.tensorflow import compiled
 from hvdtrain.config.errors import ConfigError, DataError
 from hvdtrain.data.batch import Batch, of_any_length
-from hvdtrain.data.streams.given import in_step
+from hvdtrain.data.streams.given import batched, in_step
 from hvdtrain.data.streams.python_batches import as_function, is_stream
 from hvdtrain.training.evaluation.evaluate import is_stopped
 from hvdtrain.training.inputs import first_batches, own_evaluation_data, validation_batches
@@ -95,22 +95,33 @@ def predicted(
 
     `ranks` is how many go through the batches together.
     """
-    parts = []
+    parts: list[Any] = []
     if callbacks is not None:
         callbacks.model.stop_predicting = False
         callbacks.on_predict_begin()
-    for number, batch in enumerate(batches):
+    at_once = 1 if callbacks is None else callbacks.model.steps_per_execution
+    for together in batched(batches, at_once):
         if callbacks is not None:
-            callbacks.on_predict_batch_begin(number)
-        parts.append(outputs_of(batch))
+            callbacks.on_predict_batch_begin(len(parts))
+        made = [outputs_of(batch) for batch in together]
         if callbacks is not None:
-            callbacks.on_predict_batch_end(number, {"outputs": parts[-1]})
-            if is_stopped(callbacks.model, "stop_predicting", ranks):
-                break
+            outputs = made[0] if len(made) == 1 else tf.nest.map_structure(_tensor, _joined(made))
+            callbacks.on_predict_batch_end(len(parts) + at_once - 1, {"outputs": outputs})
+        parts += made
+        if callbacks is not None and is_stopped(callbacks.model, "stop_predicting", ranks):
+            break
     if callbacks is not None:
         callbacks.on_predict_end()
     if not parts:
         raise DataError("There is nothing to predict: the data hold no samples.")
+    return _joined(parts)
+
+
+def _tensor(value: Any) -> Any:
+    return value if tf.is_tensor(value) else tf.convert_to_tensor(value)
+
+
+def _joined(parts: Sequence[Any]) -> Any:
     return tf.nest.map_structure(lambda *each: joined_outputs(each), *parts)
 
 

@@ -23,11 +23,11 @@ class StepResult(NamedTuple):
     """Result of a step, as tensors that need not be waited for."""
 
     totals: Totals
-    """[3]: `LocalGradients.totals` over all replicas, or [6]: `GuardedTotals`."""
+    """[3]: `LocalGradients.totals` over all replicas, or [6]: `GuardedTotals`; of several steps [steps, …]."""
     measured: "Measured | None"
     """Optional metrics, on logged steps."""
     here: Any = None
-    """This replica's part of a guarded step, from `StepGuard.flagged`."""
+    """This replica's part of a guarded step, from `StepGuard.flagged`; of several steps [steps, …]."""
 
 
 class Measured(NamedTuple):
@@ -48,6 +48,11 @@ class CompiledStep(Protocol):
 
     def __call__(self, batch: Batch, *, measure: bool) -> StepResult:
         """Train on `batch`; `measure` fills `Measured`. Collective."""
+
+    def several(self, batches: Sequence[Batch], *, measure: bool) -> Sequence[StepResult]:
+        """Train on each of the batches in turn; `measure` is of the last. Collective."""
+        last = len(batches) - 1
+        return [self(batch, measure=measure and place == last) for place, batch in enumerate(batches)]
 
     def begin_metrics(self, sums: Mapping[str, list[Any]] | None = None) -> None:
         """Reset the epoch's metrics, or restore the `metric_sums` of a resumed epoch."""

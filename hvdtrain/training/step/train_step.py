@@ -1,15 +1,12 @@
 """One optimizer step as one compiled function: forward, backward, reduction, update."""
 
-import sys
-from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend, Collectives
-from hvdtrain.compat.tensorflow import release
 from hvdtrain.data.batch import Batch
 from hvdtrain.gradients.gradient_sum import GradientSum
 from hvdtrain.layers.experts import MixtureOfExperts, expert_layers, routing_metrics
@@ -19,74 +16,13 @@ from hvdtrain.state.optimizers import rate_of
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.step.batches import Microbatches, called, replica_slice
 from hvdtrain.training.step.contract import LocalGradients, Measured, StepResult
+from hvdtrain.training.step.graph_cache import GraphCache, kind_of
 from hvdtrain.training.step.guard import VariableSnapshot, untrained_variables
 from hvdtrain.training.step.logs import EpochMetrics, Results, StepLogs
+from hvdtrain.training.step.looped import Loop, kind_of_steps, of_one_kind
 from hvdtrain.training.update_rules.base import UpdateRule
 
-MOST_GRAPHS = 32
-"""Bound on cached graphs, one per batch shape, with and without measurement."""
-PATIENCE = 1000
-"""Steps without use after which a graph may be evicted …"""
-OFTEN = 32
-"""… by one whose batches missed the cache this often in the meantime."""
-
-
-class GraphCache:
-    """Cache of graphs for the most frequent kinds of batches.
-
-    Data with ever-changing shapes, such as variable-length sequences, have more kinds than can be cached: each takes
-    seconds to compile and some MB. The first kinds get a graph each. A further one evicts a graph that is no longer
-    used, as after a `fit` on other data, once it has come often enough.
-    """
-
-    def __init__(self) -> None:
-        self._graphs: dict[Hashable, Callable[..., Any]] = {}
-        self._used: dict[Hashable, int] = {}
-        """Last step that used each graph."""
-        self._steps = 0
-        self._missed: Counter[Hashable] = Counter()
-
-    def __len__(self) -> int:
-        return len(self._graphs)
-
-    def __del__(self) -> None:
-        if sys.is_finalizing():
-            return
-        for graph in self._graphs.values():
-            release(graph)
-
-    def find(self, kind: Hashable, compiled: Callable[[], Callable[..., Any]]) -> Callable[..., Any] | None:
-        """Return the graph of such batches, compiled if necessary; None if uncached."""
-        self._steps += 1
-        if kind not in self._graphs:
-            if not self._has_room(kind):
-                return None
-            self._graphs[kind] = compiled()
-        self._used[kind] = self._steps
-        return self._graphs[kind]
-
-    def _has_room(self, kind: Hashable) -> bool:
-        """Return whether this kind gets a graph, evicting the least recent if allowed."""
-        if len(self._graphs) < MOST_GRAPHS:
-            return True
-        if self._missed.total() >= PATIENCE:
-            self._missed.clear()
-        self._missed[kind] += 1
-        oldest = min(self._used, key=self._used.__getitem__)
-        if self._missed[kind] < OFTEN or self._steps - self._used[oldest] < PATIENCE:
-            return False
-        release(self._graphs.pop(oldest))
-        del self._used[oldest], self._missed[kind]
-        return True
-
-
-def kind_of(nest: Any) -> Hashable:
-    """Return the structure of a nest of tensors with shapes and dtypes."""
-    if isinstance(nest, Mapping):
-        return type(nest), tuple((name, kind_of(each)) for name, each in nest.items())
-    if isinstance(nest, list | tuple):
-        return type(nest), tuple(map(kind_of, nest))
-    return type(nest), getattr(nest, "shape", None), getattr(nest, "dtype", None)
+T = TypeVar("T")
 
 
 class Passes(Protocol):
@@ -142,41 +78,66 @@ class ReplicaStep(EpochMetrics):
 
     def __call__(self, batch: Batch, *, measure: bool) -> StepResult:
         """Train on `batch`; `measure` fills `Measured`. Collective."""
+        return self._traced(lambda: self._taken(lambda: self._step_for(batch, measure)(batch)))
+
+    def several(self, batches: Sequence[Batch], *, measure: bool) -> list[StepResult]:
+        """Train on each of the batches in turn, on those of one kind in one call; `measure` is of the last. Collective.
+
+        The results of a call are stacked: [steps, …].
+        """
+        ahead = batches[:-1] if measure else batches
+        results = [each for alike in of_one_kind(ahead) for each in self._looped(alike)]
+        return [*results, self(batches[-1], measure=True)] if measure else results
+
+    def _looped(self, batches: Sequence[Batch]) -> list[StepResult]:
+        """Train on batches of one kind; one by one if the rule is asked after each, or there are too many kinds."""
+        several = len(batches) > 1 and not self._rule.acts_between_steps
+        loop = self._traced(lambda: self._loop_for(batches[0])) if several else None
+        if loop is None:
+            return [self(batch, measure=False) for batch in batches]
+        return [self._taken(lambda: loop(batches))]
+
+    def _traced(self, trace: Callable[[], T]) -> T:
+        """Return what `trace` returns, which may trace a step of the model's own that exchanges by itself."""
         try:
-            return self._taken(batch, measure=measure)
-        except StepExchanges:  # while it was traced
+            return trace()
+        except StepExchanges:
             self._leave_whole_batch()
-            return self._taken(batch, measure=measure)
+            return trace()
 
     def _leave_whole_batch(self) -> None:
         """Compute with each replica's own samples from here on: the step's own code exchanges what it needs."""
         self._whole_batch = False
 
-    def _taken(self, batch: Batch, *, measure: bool) -> StepResult:
+    def _taken(self, compute: Callable[[], StepResult]) -> StepResult:
         with self._rule.stepping():
             self._count()
-            result = self._computed(batch, measure)
+            result = compute()
         return result._replace(totals=self._rule.reported(result.totals))
 
-    def _computed(self, batch: Batch, measure: bool) -> StepResult:
-        """Call the graph for this kind of batch."""
-        inputs, targets, weights, *share = batch
-        if tf.is_tensor(batch.global_samples):
-            result: StepResult = called(self._general[measure], batch)
-            return result
-        parts = (inputs, targets) if weights is None else (inputs, targets, weights)
+    def _step_for(self, batch: Batch, measure: bool) -> Callable[[Batch], StepResult]:
+        """Return the compiled step for this kind of batch."""
+        general, share = self._general[measure], batch[3:]
+        if isinstance(batch.global_samples, tf.Tensor):  # tf.is_tensor takes 9 us for a number
+            return lambda batch: called(general, batch)
+        parts = _parts_of(batch)
         kind = (measure, *share, kind_of(parts))
         graph = self._special.find(kind, lambda: self._specialize(parts, share, measure))
         if graph is None:
-            return self._general[measure](_with_sizes_as_tensors(batch))
-        return graph(*parts)
+            return lambda batch: general(_with_sizes_as_tensors(batch))
+        return lambda batch: graph(*_parts_of(batch))
+
+    def _loop_for(self, batch: Batch) -> Callable[[Sequence[Batch]], StepResult] | None:
+        """Return the compiled loop over batches of this kind; None if it is not cached."""
+        step = self._step_for(batch, measure=False)
+        return self._special.find(("loop", kind_of_steps(batch)), lambda: Loop(step, batch))
 
     def _progress(self) -> tuple[dict[str, tf.Tensor], Results]:
         """Also return the routing of tokens to experts."""
         recent, so_far = super()._progress()
         return recent | routing_metrics(self._expert_layers, self._figures), so_far
 
-    def _specialize(self, parts: tuple[Any, ...], share: list[Any], measure: bool) -> Callable[..., StepResult]:
+    def _specialize(self, parts: tuple[Any, ...], share: tuple[Any, ...], measure: bool) -> Callable[..., StepResult]:
         """Compile the step for batches with the same non-tensor fields `share`."""
 
         def run(*parts: Any) -> StepResult:
@@ -294,6 +255,12 @@ class TrainStep(ReplicaStep):
         return local._replace(
             gradients=self._sum.read(), totals=totals, poison=None if local.poison is None else poison
         )
+
+
+def _parts_of(batch: Batch) -> tuple[Any, ...]:
+    """Return a batch in the form of `train_step`."""
+    inputs, targets, weights = batch[:3]
+    return (inputs, targets) if weights is None else (inputs, targets, weights)
 
 
 def _with_sizes_as_tensors(batch: Batch) -> Batch:

@@ -49,6 +49,8 @@ class UpdateRule:
     """Number of the replicas that train, the first ones; None: all."""
     figures: Mapping[str, Any] = {}
     """Counts of the last training, for its summary."""
+    acts_between_steps = False
+    """Whether `stepping` does something after each step, which cannot be compiled together with the next one."""
     waits_when_measured = False
     """Whether replicas that go on at their own pace wait for one another in a measured step."""
 

@@ -219,13 +219,13 @@ class LocalUpdate(UpdateRule):
 
 
 class LocalTotals:
-    """Local totals [3] of steps, reduced in one exchange when one is read.
+    """Local totals of steps, [3] or of several [steps, 3], reduced in one exchange when some are read.
 
     Every replica reads at the same steps, as the loop does.
     """
 
     def __init__(self, backend: Backend) -> None:
-        self._waiting: list[_Row] = []
+        self._waiting: list[_Rows] = []
         self._sum: Callable[[tf.Tensor], tf.Tensor] = tf.function(
             lambda rows: backend.run(lambda: backend.all_reduce(rows, name="local_sgd//totals")),
             autograph=False,
@@ -233,21 +233,22 @@ class LocalTotals:
         )
 
     def add(self, totals: tf.Tensor) -> Totals:
-        """Return the totals of a step over all replicas, to be read later."""
-        row = _Row(self, totals)
-        self._waiting.append(row)
-        return row
+        """Return the totals over all replicas, to be read later."""
+        rows = _Rows(self, totals)
+        self._waiting.append(rows)
+        return rows
 
     def reduce(self) -> None:
         """Reduce all that are waiting. Collective."""
         waiting, self._waiting = self._waiting, []
-        sums = self._sum(tf.stack([tf.cast(row.local, tf.float32) for row in waiting])).numpy()
-        for row, values in zip(waiting, sums, strict=True):
-            row.values = values
+        local = [tf.reshape(tf.cast(rows.local, tf.float32), [-1, 3]) for rows in waiting]
+        sums = np.split(self._sum(tf.concat(local, 0)).numpy(), np.cumsum([len(each) for each in local])[:-1])
+        for rows, values in zip(waiting, sums, strict=True):
+            rows.values = values.reshape(tuple(rows.local.shape))
 
 
-class _Row:
-    """Totals of one step."""
+class _Rows:
+    """Totals of steps."""
 
     def __init__(self, unread: LocalTotals, local: tf.Tensor) -> None:
         self._unread = unread

@@ -35,6 +35,8 @@ class StreamingUpdate(LocalUpdate):
     everything is averaged at once.
     """
 
+    acts_between_steps = True
+
     def __init__(self, backend: Backend, model: Any, optimizer: Any, options: StepOptions | None = None) -> None:
         options = options or StepOptions()
         self._delay = options.average_delay

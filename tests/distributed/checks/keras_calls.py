@@ -130,6 +130,51 @@ def check_epochs_within_a_pass_are_those_of_keras(world: World) -> None:
         )
 
 
+class Noted(keras.callbacks.Callback):
+    """Notes the number and figures of each batch that ends; Keras begins one more where it does not know how many."""
+
+    def __init__(self, seen: list[Any]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.seen.append((batch, dict(logs or {})))
+
+    on_test_batch_end = on_train_batch_end
+
+
+@worlds("mpirun-2")
+@worlds("gloo-4", extended=True, why="ranks without samples of a last batch")
+def check_several_steps_in_a_call_are_those_of_keras(world: World) -> None:
+    """Of 22 samples: the last batch of 4 has two, and the last call of 4 steps as many."""
+    dataset = tf.data.Dataset.from_tensor_slices((X, Y))
+    for data in (
+        {"x": X, "y": Y, "batch_size": 4},
+        {"x": Batches()},
+        {"x": dataset.batch(4)},
+        {"x": dataset.filter(lambda x, y: x[0] < 1).batch(4)},
+    ):
+        seen: dict[str, list[Any]] = {"theirs": [], "ours": []}
+        sides = iter(["ours", "theirs"])  # in the order in which both are called
+        assert_trained_as_keras(
+            world,
+            dense,
+            lambda: {
+                "optimizer": keras.optimizers.Adam(0.1),
+                "loss": "mse",
+                "metrics": ["mae"],
+                "steps_per_execution": 4,
+            },
+            lambda data=data, sides=sides, seen=seen: {
+                **{"shuffle": False, "epochs": 2, "validation_data": dataset.batch(3), **data},
+                "callbacks": [Noted(seen[next(sides)])],
+            },
+        )
+        ours, theirs = ([each for each, _ in found] for found in (seen["ours"], seen["theirs"]))
+        assert ours == theirs, f"{ours} for {theirs}"
+        assert_same([figures for _, figures in seen["ours"]], [figures for _, figures in seen["theirs"]], "figures")
+
+
 @worlds("mpirun-2", extended=True, why="states of samples, which ranks have slices of")
 def check_recurrent_states_are_refused(world: World) -> None:
     inputs = keras.Input(batch_shape=(4, 5, 2))

@@ -126,12 +126,18 @@ def check_callbacks(world: World) -> None:
     stop = keras.callbacks.EarlyStopping(monitor="val_loss", patience=1, min_delta=10.0)
     kept = keras.callbacks.ModelCheckpoint(str(world.folder / "best.keras"))
     slower = keras.callbacks.LearningRateScheduler(lambda epoch: 0.1 * 0.5**epoch)
-    trainer = hvdtrain.Trainer(classifier, "sgd", CROSSENTROPY, ["accuracy"], backend=world.backend)
+    ended: dict[str, list[int]] = {"train": [], "test": []}
+    note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: ended["train"].append(batch))
+    note.on_test_batch_end = lambda batch, logs=None: ended["test"].append(batch)
+    trainer = hvdtrain.Trainer(
+        classifier, "sgd", CROSSENTROPY, ["accuracy"], backend=world.backend, steps_per_execution=3
+    )
     data = samples(50)
     result = trainer.fit(
-        data, batch=16, epochs=9, validation_data=data, verbose=False, callbacks=[stop, kept, slower]
-    )  # fmt: skip
+        data, batch=16, epochs=9, validation_data=data, verbose=False, callbacks=[stop, kept, slower, note]
+    )
     assert result.epochs == 2
+    assert ended == {"train": [2, 5] * 2, "test": [2, 5] * 2}, ended
     assert float(tf.convert_to_tensor(trainer.optimizer.learning_rate)) == pytest.approx(0.05)
     again = keras.models.load_model(world.folder / "best.keras")
     assert flat_bytes(again.get_weights()) == flat_bytes(trainer.model.get_weights())

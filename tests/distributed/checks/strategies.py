@@ -165,8 +165,8 @@ def check_the_steps_options(world: World) -> None:
     averaged = lambda: keras.optimizers.Adam(0.01, use_ema=True, weight_decay=0.01)  # noqa: E731
     plain, times = lambda: keras.optimizers.SGD(0.1), lambda: keras.optimizers.SGD(0.1 / size)
     for ours, theirs, options in [
-        (averaged, averaged, {"clip_norm": 0.1, "jit": True}),
-        (times, plain, {"reduce_op": "sum", "recompute": True}),
+        (averaged, averaged, {"clip_norm": 0.1, "jit": True, "steps_per_execution": 3}),
+        (times, plain, {"reduce_op": "sum", "recompute": True, "steps_per_execution": 2}),
     ]:
         got = weights_with(world.backend, ours, **options)
         if world.backend.name == "mirrored":

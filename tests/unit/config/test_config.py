@@ -107,7 +107,11 @@ OTHERS = [
         training=TrainingConfig(sync_batch_norm=True, whole_batch=False, explain_step=True),
         update=UpdateConfig(zero=3, zero_prefetch=1),
     ),
-    Config("digits", training=TrainingConfig(jit=True), update=UpdateConfig(local_steps=3, average_slots=True)),
+    Config(
+        "digits",
+        training=TrainingConfig(jit=True, steps_per_execution=3),
+        update=UpdateConfig(local_steps=3, average_slots=True),
+    ),
     Config(
         "digits",
         update=UpdateConfig(

@@ -18,12 +18,12 @@ TOTAL = 10_000
 class Rank:
     """A rank that takes steps of some length until it is to stop."""
 
-    def __init__(self, channel, together=None, *, asks_at=None, number=signal.SIGTERM, pause=0.0, **options):
+    def __init__(self, channel, together=None, *, asks_at=None, number=signal.SIGTERM, pause=0.0, at_once=1, **options):
         self.ended = []
         self.last = 0
         options = {"grace": 20.0, "end": self.ended.append, **options}
         with StopAgreement(channel, "1", 0, **options) as agreement:
-            for step in range(1, TOTAL):
+            for step in range(at_once, TOTAL, at_once):
                 stops = agreement.begin(step)
                 if together is not None:
                     together.wait(20)  # the exchange of the step
@@ -48,6 +48,16 @@ def test_all_stop_after_the_same_step_that_none_has_to_skip(capsys, who):
     assert 20 < ranks[0].last < TOTAL - 1
     assert [rank.code for rank in ranks] == [75] * 3
     assert f"hvdtrain: SIGTERM: all ranks stop after step {ranks[0].last}, to save it." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("at_once", [4, 16])
+def test_steps_that_are_one_call_are_all_taken_before_the_stop(capsys, at_once):
+    ranks = as_ranks(
+        2, lambda channel: Rank(channel, asks_at=80 if channel.rank else None, pause=0.01, at_once=at_once)
+    )
+    assert ranks[0].last == ranks[1].last > 80
+    assert ranks[0].last % at_once == 0
+    assert f"all ranks stop after step {ranks[0].last}, to save it." in capsys.readouterr().err
 
 
 @pytest.mark.extended  # 5 s of pauses

@@ -163,11 +163,18 @@ def test_settings_that_are_not_used_are_named(capsys):
         "warning: Trainer was given others than the model was compiled with, and uses them: optimizer, loss, "
         "weighted_metrics."
     ]
-    idle = compiled(steps_per_execution=4, run_eagerly=True)
-    assert warnings_of(capsys, Trainer(idle)) == [
-        "warning: settings that the model was compiled with have no effect here: steps_per_execution=4, "
-        "run_eagerly=True."
+    assert warnings_of(capsys, Trainer(compiled(run_eagerly=True))) == [
+        "warning: settings that the model was compiled with have no effect here: run_eagerly=True."
     ]
+
+
+def test_steps_in_one_call_are_those_of_compile_or_of_the_option():
+    assert Trainer(compiled(steps_per_execution=4)).options.steps_per_execution == 4
+    trainer = Trainer(compiled(steps_per_execution=4), "sgd", CROSSENTROPY)
+    again = Trainer(trainer.model)
+    assert again.options.steps_per_execution == again.model.steps_per_execution == 4
+    option = Trainer(compiled(steps_per_execution=4), steps_per_execution=2)
+    assert option.options.steps_per_execution == option.model.steps_per_execution == 2
 
 
 # -- what cannot be --

@@ -12,10 +12,11 @@ from hvdtrain.state.scalars import Scalars
 from hvdtrain.training.callbacks import loss_monitor
 from hvdtrain.training.callbacks.base import EPOCH_ENDS, EVERY_STEP, MEASURED, NEVER, STOPS, Callback, Outcome, When
 from hvdtrain.training.callbacks.loss_monitor import LossMonitor
-from hvdtrain.training.clock import StepClock
+from hvdtrain.training.clock import WARM_UP_STEPS, StepClock
 from hvdtrain.training.loop import FEW_STEPS, TrainingLoop
 from hvdtrain.training.plan import Plan
 from hvdtrain.training.step.contract import StepResult
+from hvdtrain.training.step.guard import GOOD, NON_FINITE
 
 STEPS_PER_EPOCH = 4
 
@@ -35,13 +36,17 @@ class Notes:
     """A compiled step that notes what it was called with."""
 
     def __init__(self):
-        self.batches, self.measured = [], []
+        self.batches, self.measured, self.calls = [], [], []
 
     def __call__(self, batch, *, measure):
         self.batches.append(batch)
         if measure:
             self.measured.append(batch + 1)
         return StepResult(tf.zeros(3), None)
+
+    def several(self, batches, *, measure):
+        self.calls.append(len(batches))
+        return [self(batch, measure=measure and batch == batches[-1]) for batch in batches]
 
 
 def scalars_of(step):
@@ -155,6 +160,83 @@ def test_where_a_hook_stops_those_of_the_end_that_follow_are_due():
     assert state.scalars.step == 6
     assert before == {"last": [], "epochs": [4]}
     assert after == {"last": [6], "every": [*range(1, 7)]}
+
+
+# -- several steps in one call --
+
+
+def test_hooks_are_called_after_the_last_of_several_steps(monkeypatch):
+    """An epoch has 4 steps, so that a call of 3 is followed by one of 1; the run begins within one."""
+    monkeypatch.setattr("hvdtrain.training.loop.FEW_STEPS", 0)
+    callbacks, called = noting(
+        every=EVERY_STEP, fifth=When(every=5), epochs=EPOCH_ENDS, first=When(first=True), measured=MEASURED
+    )
+    loop, state, step = looping(Plan(14, log_every=5), callbacks, start=1, at_once=3)
+    loop.run()
+    assert called == {
+        "every": [4, 7, 8, 11, 12, 14],
+        "fifth": [7, 11],
+        "epochs": [4, 8, 12, 14],
+        "first": [4],
+        "measured": [4, 7, 8, 11, 12, 14],
+    }
+    assert step.batches == [*range(1, 14)]
+    assert step.measured == called["measured"], "the last step of a call alone"
+    assert step.calls == [3, 3, 3, 2]
+    assert (state.scalars.step, state.scalars.epoch, state.scalars.step_in_epoch) == (14, 3, 2)
+
+
+class Passes(Data):
+    """Passes of 5 and 3 batches, of which nobody knows the length before."""
+
+    varies = True
+
+    def epochs(self, epoch, within):
+        for length in [5, 3, 5, 3][epoch:]:
+            yield iter(range(within, length))
+            within = 0
+
+
+def test_several_steps_end_with_a_pass():
+    seen = []
+    note = After(EVERY_STEP, lambda step: seen.append((step.number, step.place, step.steps, step.ends_epoch)))
+    state = types.SimpleNamespace(scalars=Scalars())
+    clock, plan = StepClock(8), Plan(16, until_epoch=3)
+    TrainingLoop(state, Notes(), Passes(), [note], plan=plan, clock=clock, activity=Activity(), at_once=2).run()
+    assert seen == [
+        *[(2, 0, 2, False), (4, 2, 2, False), (5, 4, 1, True)],
+        *[(7, 0, 2, False), (8, 2, 1, True)],
+        *[(10, 0, 2, False), (12, 2, 2, False), (13, 4, 1, True)],
+    ]
+    assert (state.scalars.step, state.scalars.epoch, state.scalars.step_in_epoch) == (13, 3, 0)
+
+
+def test_the_time_of_a_call_is_that_of_each_of_its_steps():
+    clock = StepClock(8)
+    clock.tick(4)
+    clock.tick(4)
+    steady = clock.steady_ms()
+    assert clock.steady_steps == len(steady) == 8 - WARM_UP_STEPS
+    assert len(set(steady)) == 1
+    assert steady[0] > 0
+
+
+def test_totals_of_several_steps_are_those_of_each():
+    monitor = LossMonitor(10)
+    noted(monitor, [[[1.0, 1.0, 0.0], [2.0, 1.0, 0.0]], [6.0, 1.0, 0.0]])
+    assert monitor.settle(finite_parameters=True) == 3.0
+    noted(monitor, [[1.0, 1.0, 0.0], [[1.0, 1.0, 0.0], [np.nan, 1.0, 0.0], [1.0, 1.0, 0.0]]])
+    with pytest.raises(NonFiniteError, match="The loss became NaN or infinite at step 6 "):
+        monitor.settle(finite_parameters=True)
+
+
+def test_a_bad_one_of_several_steps_is_set_aside_with_what_this_rank_found():
+    monitor = LossMonitor(10)
+    good, bad = [1.0, 1.0, 0.0, 0.0, GOOD, np.inf], [np.nan, 1.0, np.nan, 0.0, NON_FINITE, np.inf]
+    monitor.note(tf.constant([good, bad, good]), tf.constant([[1.0], [2.0], [3.0]]))
+    assert monitor.settle(finite_parameters=True) == 1.0
+    (found,) = monitor.pop_bad_steps()
+    assert (found.number, found.here.tolist()) == (2, [2.0])
 
 
 # -- the loss and the health --

@@ -12,7 +12,7 @@ from hvdtrain.runtime.session import current
 from hvdtrain.training.callbacks.report import FitResult, summary_of
 from hvdtrain.training.inputs import training_data, validation_batches
 from hvdtrain.training.plan import Plan
-from hvdtrain.training.step import train_step
+from hvdtrain.training.step import graph_cache
 from hvdtrain.training.trainer import Trainer
 from tests.builders import cross_entropy, dense, samples
 
@@ -566,7 +566,7 @@ def test_sixteen_bit_outputs_are_added_up_in_thirty_two():
 
 def test_data_whose_shapes_keep_changing_share_a_graph(monkeypatch):
     """Sequences of any length: each length would be compiled, and kept, by itself."""
-    monkeypatch.setattr(train_step, "MOST_GRAPHS", 4)
+    monkeypatch.setattr(graph_cache, "MOST_GRAPHS", 4)
     lengths = [5, 9, 3, 7, 11, 4, 6, 8, 12, 10]
 
     def batches():
@@ -586,7 +586,7 @@ def test_data_whose_shapes_keep_changing_share_a_graph(monkeypatch):
     assert len(step._special) == 4
     general = sum(function.experimental_get_tracing_count() for function in step._general.values())
     assert general <= 6, "a graph for each shape again"
-    monkeypatch.setattr(train_step, "MOST_GRAPHS", 1000)
+    monkeypatch.setattr(graph_cache, "MOST_GRAPHS", 1000)
     expected, step = trained()
     assert len(step._special) == len(lengths)
     for ours, theirs in zip(weights, expected, strict=True):

@@ -63,6 +63,7 @@ class AsyncUpdate(UpdateRule):
     """
 
     weights_agree = False
+    acts_between_steps = True
     waits_when_measured = True
     name = "async"
     """As in `--update`."""

@@ -8,7 +8,7 @@ Elsewhere, and with a bound on the staleness, each takes its own.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
@@ -171,7 +171,7 @@ def shares_slices(data: TrainingData) -> bool:
     return isinstance(data, SourceTraining) and type(data.order) is Order and not data.read_options.tolerated
 
 
-class PacedStep:
+class PacedStep(CompiledStep):
     """Trains on the slices of a step, each of which is an update; a measured step ends on all ranks together.
 
     Args:
@@ -205,9 +205,9 @@ class PacedStep:
         self._measure = measure
         self._total = total
 
-    def __call__(self, work: tuple[int, Iterable[Slice]], *, measure: bool) -> StepResult:
-        """Train on the slices; `measure` waits for the other ranks."""
-        number, slices = work
+    def __call__(self, batch: Any, *, measure: bool) -> StepResult:
+        """Train on the slices of a step, (number, slices); `measure` waits for the other ranks."""
+        number, slices = batch
         if self._together:
             self._part()
         totals = np.zeros(3, np.float32)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdtrain.training.step import train_step
-from hvdtrain.training.step.train_step import GraphCache, kind_of
+from hvdtrain.training.step import graph_cache
+from hvdtrain.training.step.graph_cache import GraphCache, kind_of
 from hvdtrain.training.trainer import Trainer
 
 
@@ -33,7 +33,7 @@ def found(cache, kinds):
 def small(monkeypatch):
     """A cache of 2 graphs, which are given up after 10 steps for a kind that comes 3 times."""
     for name, value in (("MOST_GRAPHS", 2), ("PATIENCE", 10), ("OFTEN", 3)):
-        monkeypatch.setattr(train_step, name, value)
+        monkeypatch.setattr(graph_cache, name, value)
     return GraphCache()
 
 
@@ -98,7 +98,7 @@ class Halved(keras.layers.Layer):
 def test_a_graph_that_is_given_up_is_gone(accumulate, monkeypatch):
     """With all that it computes, in a loop over microbatches too: nothing else keeps it."""
     for name, value in (("MOST_GRAPHS", 1), ("PATIENCE", 4), ("OFTEN", 2)):
-        monkeypatch.setattr(train_step, name, value)
+        monkeypatch.setattr(graph_cache, name, value)
     layers = [keras.Input((None, 2)), keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(3), Halved()]
     trainer = Trainer(keras.Sequential(layers), "sgd", "mse", accumulate=accumulate)
 
