@@ -67,7 +67,7 @@ def _ranks(places):
     return sum(int(place.partition(":")[2]) for place in places.split(","))
 
 
-def run(here, command, code=0, timeout=200, **environ):
+def run(here, command, code=0, timeout=400, **environ):
     done = here.exec(1, command, timeout=timeout, **PROBES, **environ)
     assert done.returncode == code, f"{done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done.stdout + done.stderr
