@@ -46,9 +46,26 @@ def global_norm(gradients: Sequence[Any]) -> tf.Tensor:
 
 
 def square_sum(gradients: Sequence[Any]) -> tf.Tensor:
-    """Return the sum of squares of all elements, a float64 scalar. Same inputs as `global_norm`."""
-    parts = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients if g is not None]
-    return ordered_sum([sum_of_squares(part) for part in parts]) if parts else tf.constant(0.0, tf.float64)
+    """Return the sum of squares of all elements, a float64 scalar. Same inputs as `global_norm`.
+
+    With few operations for each gradient: a model has hundreds, and each operation takes a while to trace.
+    """
+    small: dict[tf.DType, list[tf.Tensor]] = {}
+    sums: dict[tf.DType, list[tf.Tensor]] = {}
+    for each in gradients:
+        if each is None:
+            continue
+        rows = isinstance(each, tf.IndexedSlices)
+        values = _at_least_32_bits(each.values if rows else each)
+        elements = values.shape.num_elements()
+        if rows or elements is None or elements > SUMMED_AT_ONCE:
+            sums.setdefault(values.dtype, []).append(_partial_sums_of_squares(values))
+        else:
+            small.setdefault(values.dtype, []).append(values if values.shape.rank == 1 else tf.reshape(values, [-1]))
+    for dtype, vectors in small.items():
+        sums.setdefault(dtype, []).append(_partial_sums_of_squares(tf.concat(vectors, 0)))
+    found = [tf.cast(tf.concat(vectors, 0), tf.float64) for vectors in sums.values()]
+    return _sum_of(tf.concat(found, 0)) if found else tf.constant(0.0, tf.float64)
 
 
 def ordered_sum(scalars: Sequence[tf.Tensor]) -> tf.Tensor:
@@ -66,16 +83,29 @@ def sum_of_squares(tensor: tf.Tensor) -> tf.Tensor:
     TensorFlow splits one large sum among its threads, and the rounding depends on their number: hosts with different
     core counts would scale the same gradient differently.
     """
-    if tensor.dtype.size < 4:  # squares of 256 are beyond float16
-        tensor = tf.cast(tensor, tf.float32)
+    tensor = _at_least_32_bits(tensor)
     elements = tensor.shape.num_elements()
     if elements is not None and elements <= SUMMED_AT_ONCE:
         return tf.cast(tf.reduce_sum(tf.square(tensor)), tf.float64)
-    sums = tf.cast(_partial_sums(tf.reshape(tf.square(tensor), [-1])), tf.float64)
-    if elements is not None and elements <= SUMMED_AT_ONCE**2:
-        return tf.reduce_sum(sums)
-    # Twice: for a table of 10^9 elements, the partial sums are still enough to be split among threads.
-    return tf.reduce_sum(_partial_sums(sums))
+    return _sum_of(tf.cast(_partial_sums_of_squares(tensor), tf.float64))
+
+
+def _at_least_32_bits(tensor: tf.Tensor) -> tf.Tensor:
+    return tf.cast(tensor, tf.float32) if tensor.dtype.size < 4 else tensor  # squares of 256 are beyond float16
+
+
+def _sum_of(sums: tf.Tensor) -> tf.Tensor:
+    """Return the sum of partial sums [n]: of a table of 10^9 elements these are enough to be split among threads."""
+    elements = sums.shape[0]
+    known = elements is not None and elements <= SUMMED_AT_ONCE
+    return tf.reduce_sum(sums if known else _partial_sums(sums))
+
+
+def _partial_sums_of_squares(tensor: tf.Tensor) -> tf.Tensor:
+    elements = tensor.shape.num_elements()
+    if elements is None or elements % SUMMED_AT_ONCE:
+        return _partial_sums(tf.reshape(tf.square(tensor), [-1]))
+    return tf.reduce_sum(tf.square(tf.reshape(tensor, [-1, SUMMED_AT_ONCE])), axis=1)
 
 
 def _partial_sums(values: tf.Tensor) -> tf.Tensor:
