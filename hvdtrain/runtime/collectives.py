@@ -2,8 +2,9 @@
 
 import os
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Literal
 
 import horovod.tensorflow as hvd
@@ -12,12 +13,11 @@ from horovod.tensorflow import mpi_ops
 
 from hvdtrain.compat import horovod as ops
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.runtime.compiled import run_once
 from hvdtrain.runtime.guarded import guarded, kept
 from hvdtrain.runtime.hierarchy import sum_by_host
 from hvdtrain.runtime.packing import pack, unpack
 from hvdtrain.runtime.tuning import fuses
-from hvdtrain.runtime.turns import turn_of
+from hvdtrain.runtime.turns import prepare_turn, turn_of
 
 ReduceOp = Literal["sum", "average", "adasum", "min", "max", "product"]
 
@@ -27,6 +27,8 @@ _OPS = {
 }
 _MOVED_AS = {tf.bfloat16: tf.uint16, tf.uint32: tf.int32, tf.uint64: tf.int64}
 """dtypes that Horovod does not move, and those of their bits."""
+PACKED_BYTES = 2**25
+"""Variables of a broadcast that share a message are copied twice: so many bytes at a time."""
 TWO_LEVEL_BYTES = 64 * 1024
 """Smaller sums go through all ranks at once: three messages cost more than one that is hardly longer."""
 
@@ -81,6 +83,8 @@ class AxisCollectives:
         self.group = group
         self.size = len(group.ranks)
         self.index = group.index
+        if group.process_set is not None:
+            prepare_turn(group.process_set)
         self.by_host = None if group.by_host is None else TwoLevelSum(group.by_host)
         # Of a sum in two levels Horovod could put nothing but the middle part into a message with others.
         self.fuses = self.by_host is None and fuses(os.environ)
@@ -184,20 +188,22 @@ class AxisCollectives:
         return came, counts
 
     def broadcast(self, tensors: Mapping[str, tf.Variable], *, root: int = 0) -> None:
-        """Assign the values that rank `root` of the group has, by path.
+        """Assign the values that rank `root` of the group has, by path, in the order of the paths.
 
-        All in one compiled call, in which the ranks match them by name and not by order.
+        Outside of compiled functions. Many share a message: one for each variable of a large model and its optimizer
+        takes seconds.
         """
-        world_root = self.group.ranks[root]
-
-        def assign_all() -> None:
-            for path, variable in tensors.items():
-                name = f"broadcast/{path}"
-                variable.assign(
-                    self._move(_one(mpi_ops.broadcast), [variable.read_value()], name, root_rank=world_root)[0]
-                )
-
-        run_once(assign_all)
+        if self.group.process_set is None:
+            return
+        for paths in _packs(tensors):
+            variables = [tensors[path] for path in paths]
+            values = [variable.read_value() for variable in variables]
+            whole = values[0] if len(values) == 1 else pack(values)
+            more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+            came = self.broadcast_value(whole, root=root, name=f"broadcast/{paths[0]}{more}")
+            parts = [came] if len(values) == 1 else tf.split(came, [int(tf.size(each)) for each in values])
+            for variable, value, part in zip(variables, values, parts, strict=True):
+                variable.assign(tf.reshape(part, value.shape))
 
     def broadcast_value(self, tensor: tf.Tensor, *, root: int, name: str) -> tf.Tensor:
         """Return the tensor that rank `root` of the group gave; shape and dtype must agree on all of them."""
@@ -268,6 +274,22 @@ class AxisCollectives:
         if turn is not None:
             turn.after(outputs[0].op)
         return list(kept(outputs, full))
+
+
+def _packs(tensors: Mapping[str, tf.Variable]) -> Iterator[list[str]]:
+    """Yield the paths of variables of one dtype that go together, alike on all ranks: up to `PACKED_BYTES`, or one."""
+    order = sorted(tensors, key=lambda path: (tensors[path].dtype.name, path))
+    for _, alike in groupby(order, lambda path: tensors[path].dtype):
+        pack: list[str] = []
+        held = 0
+        for path in alike:
+            size = (tensors[path].shape.num_elements() or 0) * tensors[path].dtype.size
+            if pack and held + size > PACKED_BYTES:
+                yield pack
+                pack, held = [], 0
+            pack.append(path)
+            held += size
+        yield pack
 
 
 class TwoLevelSum:

@@ -28,6 +28,15 @@ _PASSAGES = "hvdtrain_passages"
 FuncGraph = tf.__internal__.FuncGraph
 
 
+def prepare_turn(process_set: Any) -> None:
+    """Create the variable of `turn_of`, unless TensorFlow 1 is in use.
+
+    One that appears while a function is traced has it traced a second time.
+    """
+    if tf.executing_eagerly() and not hasattr(process_set, _TURN):
+        setattr(process_set, _TURN, Turn())
+
+
 def turn_of(process_set: Any) -> "Turn | None":
     """Return what orders the functions that exchange among `process_set`; None where nothing is compiled."""
     graph = tf.compat.v1.get_default_graph()

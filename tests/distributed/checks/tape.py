@@ -1,6 +1,7 @@
 """DistributedGradientTape and broadcast_variables in a user's own loop."""
 
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -12,6 +13,7 @@ from worlds import worlds
 import hvdtrain
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.order import Order
+from hvdtrain.runtime import collectives
 
 
 def gradient_of(world: World, variable: Any, **options: Any) -> Any:
@@ -166,6 +168,27 @@ def check_broadcast_of_every_dtype(world: World) -> None:
         expected = tf.cast(tf.fill([3], root + 1), variable.dtype)
         assert bool(tf.reduce_all(variable == expected)), variable
     np.testing.assert_array_equal(variables[-1].numpy(), [root, root])
+
+
+def check_variables_of_a_broadcast_share_messages(world: World) -> None:
+    """Of any shape and number, where some are larger than a message, in another order on each rank."""
+    shapes: list[list[int]] = [[], [0], [3], [4, 5], [2, 1, 3], [70], [16], [1]]
+    names = {
+        f"{number}/{dtype}": (shape, dtype) for number, shape in enumerate(shapes) for dtype in ("float32", "int64")
+    }
+    order = list(names)[:: 1 if world.rank % 2 else -1]
+    for limit in (1, 100, 2**20):
+        variables = {name: tf.Variable(tf.fill(*_shape_and(world.rank, names[name]))) for name in order}
+        with mock.patch.object(collectives, "PACKED_BYTES", limit):
+            world.backend.broadcast(variables, root=world.size - 1)
+        for name, variable in variables.items():
+            expected = tf.fill(*_shape_and(world.size - 1, names[name]))
+            np.testing.assert_array_equal(variable, expected, err_msg=f"{name}, {limit} bytes")
+
+
+def _shape_and(rank: int, kind: tuple[list[int], str]) -> tuple[list[int], tf.Tensor]:
+    shape, dtype = kind
+    return shape, tf.constant(7 * rank + len(shape), dtype)
 
 
 @worlds("mpirun-2")
