@@ -8,6 +8,7 @@ unpickles its answers: it is not used.
 import contextlib
 import hmac
 import http.client
+import json
 import os
 import secrets
 import time
@@ -29,6 +30,10 @@ _MOST_IN_LOBBY = 2**22
 """A greeting has 16 bytes, rank 0's answer 16 for each rank."""
 _OTHERS_LOOK_S = 2.0
 """Twice as long as ranks take from one look for failures to the next (`hvdtrain.runtime.link`)."""
+_MOST_ASKED_EACH = 16
+"""Ranks of a world in which each asks for the boards of all others."""
+_COLLECTED_S = 5.0
+"""Rank 0 has stopped to look where it has collected nothing for so long: a rank that asks then asks each."""
 _FAILURES_A_CALL = 64
 """Ranks asked for a failure report in one look, so that a look stays short in a large job."""
 
@@ -114,7 +119,11 @@ def split_address(address: str, port: int) -> tuple[str, str]:
 
 
 class StoreTransport:
-    """The values of one scope as messages to rank 0 and back."""
+    """The values of one scope as messages to rank 0 and back.
+
+    In a large world rank 0 collects what all have posted whenever it looks itself, and the others ask for that: a look
+    of all ranks is two requests for each, and not one for each pair. Each board is signed by its own rank.
+    """
 
     others_may_write = True
 
@@ -136,6 +145,10 @@ class StoreTransport:
         self._consume = consume
         self._kept_here = kept_here
         self._next_asked = 0
+        self._collections, self._collected = 0, time.monotonic()
+        """Number of the last collection of boards, and when it was seen."""
+        self._own: dict[int, bytes] = {}
+        """This rank's board, once it has posted."""
 
     def send(self, sequence: int, message: bytes) -> None:
         # The part of the exchange before was read, as its answer shows.
@@ -182,10 +195,28 @@ class StoreTransport:
         return {rank: message for rank, message in messages.items() if message is not None}
 
     def post(self, message: bytes) -> None:
+        self._own = {self._rank: message}
         self._store.with_patience(1.0).put(self._scope, f"board-{self._rank}", message)
 
     def posted(self) -> dict[int, bytes]:
         store = self._store.with_patience(1.0)
+        if self._size <= _MOST_ASKED_EACH:
+            return self._each_posted(store)
+        if self._rank == 0:
+            boards = self._each_posted(store)
+            self._collections += 1
+            store.put(self._scope, "boards", _laid_out(self._collections, boards | self._own))
+            return boards
+        collected, boards = _taken_apart(store.get(self._scope, "boards") or b"")
+        now = time.monotonic()
+        if collected != self._collections:
+            self._collections, self._collected = collected, now
+        elif now - self._collected > _COLLECTED_S:  # rank 0 does not look at present
+            self._collected = now
+            boards = self._each_posted(store)
+        return {rank: board for rank, board in boards.items() if rank != self._rank}
+
+    def _each_posted(self, store: Store) -> dict[int, bytes]:
         boards = {rank: store.get(self._scope, f"board-{rank}") for rank in range(self._size) if rank != self._rank}
         return {rank: board for rank, board in boards.items() if board is not None}
 
@@ -200,6 +231,25 @@ class StoreTransport:
 
     def close(self) -> None:
         """Do nothing: no connection is held, and the store ends with horovodrun or rank 0."""
+
+
+def _laid_out(number: int, boards: Mapping[int, bytes]) -> bytes:
+    """Return a collection of boards, and its number, as one value."""
+    header = json.dumps([number, [[rank, len(board)] for rank, board in boards.items()]])
+    return header.encode() + b"\n" + b"".join(boards.values())
+
+
+def _taken_apart(value: bytes) -> tuple[int, dict[int, bytes]]:
+    """Return the number of a collection, and the boards in it; of what is none, 0 and none."""
+    header, _, rest = value.partition(b"\n")
+    boards: dict[int, bytes] = {}
+    try:
+        number, lengths = json.loads(header)
+        for rank, length in lengths:
+            boards[int(rank)], rest = rest[:length], rest[length:]
+        return int(number), boards
+    except (ValueError, TypeError):
+        return 0, {}
 
 
 def open_store(environment: Environment, *, timeout: float, environ: Mapping[str, str] = os.environ) -> RootedChannel:

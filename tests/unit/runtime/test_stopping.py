@@ -50,6 +50,15 @@ def test_all_stop_after_the_same_step_that_none_has_to_skip(capsys, who):
     assert f"hvdtrain: SIGTERM: all ranks stop after step {ranks[0].last}, to save it." in capsys.readouterr().err
 
 
+def test_a_signal_on_one_of_many_ranks_stops_all(capsys):
+    """They hear of it by what rank 0 collects."""
+    barrier = threading.Barrier(20)
+    ranks = as_ranks(20, lambda channel: Rank(channel, barrier, asks_at=5 if channel.rank == 13 else None, pause=0.05))
+    assert len({rank.last for rank in ranks}) == 1
+    assert 5 < ranks[0].last < TOTAL - 1
+    assert [rank.code for rank in ranks] == [75] * 20
+
+
 @pytest.mark.parametrize("at_once", [4, 16])
 def test_steps_that_are_one_call_are_all_taken_before_the_stop(capsys, at_once):
     ranks = as_ranks(

@@ -269,6 +269,84 @@ def test_a_key_of_the_board_holds_what_was_posted_last_below_it():
     assert as_ranks(2, body) == [(({0: b"one"}, {0: b"two"}, {}), {0: b"two"})] * 2
 
 
+class Counted(Store):
+    """A store in this process that counts what it is asked."""
+
+    def __init__(self):
+        super().__init__("nowhere", 1)
+        self.held, self.asked = {}, 0
+
+    def get(self, scope, key):
+        self.asked += 1
+        return self.held.get(key)
+
+    def put(self, scope, key, value):
+        self.asked += 1
+        self.held[key] = value
+
+    def with_patience(self, patience):
+        return self
+
+
+def channels(store, size):
+    return [
+        RootedChannel(StoreTransport(store, "scope", rank, size), Signer(b"secret", "job"), rank, size)
+        for rank in range(size)
+    ]
+
+
+def test_a_look_of_all_ranks_of_a_large_world_costs_two_requests_for_each():
+    store, size = Counted(), 150
+    ranks = channels(store, size)
+    for channel in ranks:
+        channel.post("step", b"%d" % channel.rank)
+    store.asked = 0
+    everything = {rank: b"%d" % rank for rank in range(size)}
+    assert [channel.read("step") for channel in ranks] == [everything] * size
+    assert store.asked <= 2 * size
+    ranks[7].post("step", b"later")
+    ranks[0].read("step")
+    assert ranks[149].read("step") == ranks[0].read("step") == everything | {7: b"later"}
+
+
+def test_where_rank_0_does_not_look_the_others_ask_each(monkeypatch):
+    """It may have failed; what it has collected before is not thrown away meanwhile."""
+    store = Counted()
+    ranks = channels(store, 20)
+    for channel in ranks:
+        channel.post("step", b"1")
+    assert ranks[3].read("step") == {3: b"1"}, "nothing was collected yet"
+    ranks[0].read("step")
+    assert len(ranks[3].read("step")) == 20
+    ranks[5].post("step", b"2")
+    assert ranks[3].read("step")[5] == b"1"
+    monkeypatch.setattr("hvdtrain.runtime.control.store._COLLECTED_S", 0.0)
+    assert ranks[3].read("step")[5] == b"2"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"",
+        b"x",
+        b"[]\n",
+        b"[1]\n",
+        b'{"a": 1}\n',
+        b"[1, [[2]]]\nx",
+        b"[1, [[2, -5]]]\nxy",
+        b"[1, [[2, 40]]]\n" + b"x" * 40,
+    ],
+)
+def test_a_collection_that_is_none_hides_nothing(value):
+    store = Counted()
+    ranks = channels(store, 20)
+    ranks[2].post("step", b"1")
+    ranks[0].read("step")
+    assert ranks[3].read("step") == {2: b"1"}
+    store.put("scope", "boards", value)
+    assert ranks[3].read("step") == {2: b"1"}
+
+
 @pytest.mark.parametrize("forgery", ["tampered", "older", "of another rank", "of another job"])
 def test_a_forged_post_is_passed_over(forgery):
     def body(rank):
