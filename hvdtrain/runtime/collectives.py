@@ -13,6 +13,7 @@ from horovod.tensorflow import mpi_ops
 
 from hvdtrain.compat import horovod as ops
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.runtime.compiled import run_once
 from hvdtrain.runtime.guarded import guarded, kept
 from hvdtrain.runtime.hierarchy import sum_by_host
 from hvdtrain.runtime.packing import pack, unpack
@@ -190,20 +191,26 @@ class AxisCollectives:
     def broadcast(self, tensors: Mapping[str, tf.Variable], *, root: int = 0) -> None:
         """Assign the values that rank `root` of the group has, by path, in the order of the paths.
 
-        Outside of compiled functions. Many share a message: one for each variable of a large model and its optimizer
-        takes seconds.
+        Many share a message: one for each variable of a large model and its optimizer takes seconds to trace. A script
+        may do it within a function of its own, which is a function of ours there, so that AutoGraph leaves it alone.
         """
         if self.group.process_set is None:
             return
+        if tf.executing_eagerly():
+            self._broadcast(tensors, root)
+        else:
+            run_once(lambda: self._broadcast(tensors, root))
+
+    def _broadcast(self, tensors: Mapping[str, tf.Variable], root: int) -> None:
         for paths in _packs(tensors):
             variables = [tensors[path] for path in paths]
             values = [variable.read_value() for variable in variables]
             whole = values[0] if len(values) == 1 else pack(values)
             more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
             came = self.broadcast_value(whole, root=root, name=f"broadcast/{paths[0]}{more}")
-            parts = [came] if len(values) == 1 else tf.split(came, [int(tf.size(each)) for each in values])
+            parts = [came] if len(values) == 1 else tf.split(came, [each.shape.num_elements() for each in values])
             for variable, value, part in zip(variables, values, parts, strict=True):
-                variable.assign(tf.reshape(part, value.shape))
+                variable.assign(part if len(values) == 1 else tf.reshape(part, value.shape))
 
     def broadcast_value(self, tensor: tf.Tensor, *, root: int, name: str) -> tf.Tensor:
         """Return the tensor that rank `root` of the group gave; shape and dtype must agree on all of them."""
@@ -283,7 +290,8 @@ def _packs(tensors: Mapping[str, tf.Variable]) -> Iterator[list[str]]:
         pack: list[str] = []
         held = 0
         for path in alike:
-            size = (tensors[path].shape.num_elements() or 0) * tensors[path].dtype.size
+            elements = tensors[path].shape.num_elements()  # of a variable of any shape not known
+            size = PACKED_BYTES + 1 if elements is None else elements * tensors[path].dtype.size
             if pack and held + size > PACKED_BYTES:
                 yield pack
                 pack, held = [], 0
