@@ -390,10 +390,10 @@ def overview(config: Config, files: Any, name: str | None) -> str:
         "usage: python -m hvdtrain [train] [RECIPE] [--option value ...]",
         f"Trains the recipe {name or config.recipe}, whose values are in brackets, or goes on with a run.",
         *(_line(option) for option in (*options_of(files), *(known[flag] for flag in COMMON))),
-        "All options; --help GROUP explains those of a group, --help all every one:",
+        "Other options; --help GROUP explains those of a group, --help all every one:",
     ]
     for group, options in groups.items():
-        names = " ".join(option.flag.removeprefix("--") for option in options)
+        names = " ".join(option.flag.removeprefix("--") for option in options if option.flag not in COMMON)
         lines += wrapped(names, f"{group:<13} ", " " * 4)
     return "\n".join(lines)
 
