@@ -49,16 +49,19 @@ class Pace:
         self._info = info
         self._step = self._first = info.start_step
         self._now = self._since = 0.0
+        self._calls = 0
+        """Of those that compile."""
         self._windows: deque[float] = deque(maxlen=KEPT_WINDOWS)
         self._logged: int | None = None
         self._evaluations: list[float] = []
         self._epochs = 0
 
     def progress(self, step: int, now: float) -> None:
-        """Note that `step` steps are finished at time `now`."""
+        """Note that `step` steps are finished at time `now`: one more, or several that were taken in one call."""
         self._step, self._now = step, now
-        if step <= self._info.start_step + COMPILING_STEPS:
+        if self._calls < COMPILING_STEPS:
             self._first, self._since = step, now
+            self._calls += 1
 
     def logged(self, record: StepRecord) -> None:
         """Note the throughput since the last logged step."""

@@ -58,3 +58,10 @@ def test_evaluations_to_come_are_added_as_long_as_the_shortest_so_far() -> None:
     run.take(99)
     run.evaluate(2.0)
     assert run.take(1) == pytest.approx(79.9 + 8 * 2.0)
+
+
+def test_steps_that_are_one_call_have_a_pace_from_the_third_call_on() -> None:
+    pace = Pace(run_info(total_steps=100, steps_per_epoch=100))
+    for call, left in enumerate([None, None, 76 * 0.5, 68 * 0.5], 1):
+        pace.progress(8 * call, 5000.0 + 4.0 * call)
+        assert pace.remaining() == left
