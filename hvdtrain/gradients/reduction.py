@@ -12,6 +12,7 @@ from hvdtrain.config.options import section, validate
 from hvdtrain.config.training import CompressionName, ExchangeConfig, ReduceOpName, SparseName
 from hvdtrain.gradients.compression import WireFormat, compressed_sums, is_compressible
 from hvdtrain.gradients.sparse import as_rows, gather_rows, gathering_is_cheaper, is_small, sum_duplicates
+from hvdtrain.runtime.packing import buffers
 from hvdtrain.runtime.tuning import BUFFER_BYTES
 
 COMPRESSED_BYTES = 2**20
@@ -248,21 +249,8 @@ def _tensors_of(slices: tf.IndexedSlices) -> tuple[tf.Tensor, tf.Tensor]:
 
 
 def _buffers(gradients: Sequence[tf.Tensor], dense: Sequence[int], most: int) -> list[Sequence[int]]:
-    """Return the places of neighbours that fill a buffer of `most` bytes, where nothing else has small ones share one.
-
-    What is larger has a buffer of its own.
-    """
-    buffers: list[list[int]] = []
-    room = 0
-    for i in dense:
-        elements = gradients[i].shape.num_elements()
-        size = most if elements is None else elements * gradients[i].dtype.size
-        if size > room or not buffers:
-            buffers.append([])
-            room = most
-        buffers[-1].append(i)
-        room -= size
-    return [*buffers]
+    """Return the places of neighbours that share a buffer, where nothing else has small ones share one."""
+    return [[dense[place] for place in places] for places in buffers([gradients[i] for i in dense], most)]
 
 
 def _others(items: Sequence[int], groups: Sequence[Sequence[int]]) -> list[int]:

@@ -16,7 +16,7 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.runtime.compiled import run_once
 from hvdtrain.runtime.guarded import guarded, kept
 from hvdtrain.runtime.hierarchy import sum_by_host
-from hvdtrain.runtime.packing import pack, unpack
+from hvdtrain.runtime.packing import buffers, pack, unpack
 from hvdtrain.runtime.tuning import fuses
 from hvdtrain.runtime.turns import prepare_turn, turn_of
 
@@ -286,18 +286,10 @@ class AxisCollectives:
 def _packs(tensors: Mapping[str, tf.Variable]) -> Iterator[list[str]]:
     """Yield the paths of variables of one dtype that go together, alike on all ranks: up to `PACKED_BYTES`, or one."""
     order = sorted(tensors, key=lambda path: (tensors[path].dtype.name, path))
-    for _, alike in groupby(order, lambda path: tensors[path].dtype):
-        pack: list[str] = []
-        held = 0
-        for path in alike:
-            elements = tensors[path].shape.num_elements()  # of a variable of any shape not known
-            size = PACKED_BYTES + 1 if elements is None else elements * tensors[path].dtype.size
-            if pack and held + size > PACKED_BYTES:
-                yield pack
-                pack, held = [], 0
-            pack.append(path)
-            held += size
-        yield pack
+    for _, group in groupby(order, lambda path: tensors[path].dtype):
+        alike = list(group)
+        for places in buffers([tensors[path] for path in alike], PACKED_BYTES):
+            yield [alike[place] for place in places]
 
 
 class TwoLevelSum:

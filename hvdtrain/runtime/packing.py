@@ -1,6 +1,7 @@
 """Several tensors laid end to end in one."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -15,3 +16,21 @@ def unpack(flat: tf.Tensor, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     sizes = [tf.size(tensor) for tensor in like]
     *parts, _ = tf.split(flat, [*sizes, tf.size(flat) - tf.add_n(sizes)], num=len(like) + 1)
     return [tf.ensure_shape(tf.reshape(p, tf.shape(t)), t.shape) for p, t in zip(parts, like, strict=True)]
+
+
+def buffers(tensors: Sequence[Any], most: int) -> list[list[int]]:
+    """Return the places of neighbours, tensors or variables, that fill a buffer of `most` bytes.
+
+    What is larger, or of a size that is not known, has a buffer of its own.
+    """
+    found: list[list[int]] = []
+    room = 0
+    for place, tensor in enumerate(tensors):
+        elements = tensor.shape.num_elements()
+        size = most + 1 if elements is None else elements * tensor.dtype.size
+        if size > room or not found:
+            found.append([])
+            room = most
+        found[-1].append(place)
+        room -= size
+    return found

@@ -20,7 +20,7 @@ EXIT_REQUEUE = 75
 EXIT_INTERRUPTED = 130
 """The run was stopped by Ctrl-C, SIGINT."""
 
-_REQUESTS_A_SECOND = 250
+_ASKED_A_SECOND = 250
 """To the store of horovodrun, of all ranks together, while they wait for a signal."""
 
 
@@ -68,7 +68,7 @@ class StopAgreement:
         self._trains = trains
         self._ranks = control.size if ranks is None else ranks
         self._end = end
-        self._interval = max(0.25, _requests(control.size) / _REQUESTS_A_SECOND)
+        self._interval = max(0.25, _requests(control.size) / _ASKED_A_SECOND)
         self._changed = threading.Condition()
         self._asked, self._closed = threading.Event(), threading.Event()
         self._frozen = False
@@ -158,7 +158,7 @@ class StopAgreement:
 
     def _post(self, posts: Mapping[str, str], deadline: float) -> bool:
         """Post these, again and again while the board does not answer; return whether it has taken them."""
-        pause = max(0.02, self._control.size / _REQUESTS_A_SECOND)
+        pause = max(0.02, self._control.size / _ASKED_A_SECOND)
         while not self._closed.is_set() and not self._control.failures():
             try:
                 for key, text in posts.items():
@@ -173,7 +173,7 @@ class StopAgreement:
 
     def _posts(self, deadline: float) -> Mapping[int, bytes] | None:
         """Return what each rank has posted; None if the training ended before, or a rank failed."""
-        pause = max(0.02, _requests(self._control.size) / _REQUESTS_A_SECOND / 10)
+        pause = max(0.02, _requests(self._control.size) / _ASKED_A_SECOND / 10)
         while not self._closed.is_set() and not self._control.failures():
             posts = self._read(self._begun_key)
             missing = set(range(self._ranks)) - posts.keys()

@@ -21,7 +21,7 @@ from hvdtrain.training.compile_settings import Objective
 from hvdtrain.training.evaluation.evaluate import Evaluation, EvaluationHooks, KerasEvaluator, evaluation_of
 from hvdtrain.training.evaluation.predict import Predictor, predicted
 from hvdtrain.training.options import StepOptions
-from hvdtrain.training.step.batches import inputs_for
+from hvdtrain.training.step.batches import inputs_for, parts_of
 from hvdtrain.training.step.contract import CompiledStep, Measured, StepResult
 from hvdtrain.training.step.finite import zero_if_finite
 from hvdtrain.training.step.forward_backward import ForwardBackward
@@ -93,9 +93,9 @@ class AsynchronousStep(CompiledStep):
         """Dispatch `batch` to a worker; `measure` waits and returns `Measured`."""
         if measure:
             self._workers.join()
-        inputs, targets, weights = batch[:3]
-        parts = (inputs, targets) if weights is None else (inputs, targets, weights)
-        later = self._workers.schedule(self._function(measure, batch.finite), parts, tf.constant(self._ahead, tf.int64))
+        later = self._workers.schedule(
+            self._function(measure, batch.finite), parts_of(batch), tf.constant(self._ahead, tf.int64)
+        )
         self._ahead += 1
         self._epoch.add(later)
         self._recent.add(later)
@@ -265,8 +265,7 @@ class AsynchronousEvaluator(KerasEvaluator):
         for together in batched(batches, at_once):
             hooks.begin_test_step(count)
             for batch in together:
-                parts = batch[:2] if batch.sample_weight is None else batch[:3]
-                tally.add(self._workers.schedule(self._evaluate, *parts))
+                tally.add(self._workers.schedule(self._evaluate, *parts_of(batch)))
             hooks.end_test_step(count + at_once - 1, tally.results)
             count += len(together)
         if not count:

@@ -110,10 +110,12 @@ class Microbatches:
 
 def keras_data(batch: Batch) -> Any:
     """Return a batch in the form of `train_step`."""
-    if batch.targets is None:
-        return batch.inputs
-    fields = (batch.inputs, batch.targets, batch.sample_weight)
-    return fields if batch.sample_weight is not None else fields[:2]
+    return batch.inputs if batch.targets is None else parts_of(batch)
+
+
+def parts_of(batch: Batch) -> tuple[Any, ...]:
+    """Return inputs, targets, which may be None, and sample weights, if there are any."""
+    return batch[:2] if batch.sample_weight is None else batch[:3]
 
 
 def called(function: Callable[[Batch], Any], batch: Batch) -> Any:

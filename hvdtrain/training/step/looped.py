@@ -1,6 +1,6 @@
 """Several batches in one call of a compiled function: `steps_per_execution` of Keras' `compile`."""
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -21,8 +21,11 @@ def kind_of_steps(batch: Batch) -> Hashable | None:
     return kind_of(batch[:3]), tuple(kind_of(each) if isinstance(each, tf.Tensor) else each for each in batch[3:])
 
 
-def of_one_kind(batches: Iterable[Batch]) -> Iterator[list[Batch]]:
+def of_one_kind(batches: Sequence[Batch]) -> Iterator[Sequence[Batch]]:
     """Yield the batches in their order, those of one kind that follow one another together."""
+    if len(batches) == 1:  # nothing to compare, in most evaluations
+        yield batches
+        return
     for kind, group in groupby(batches, kind_of_steps):
         alike = list(group)
         yield from ([each] for each in alike) if kind is None else [alike]

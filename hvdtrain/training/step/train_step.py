@@ -14,7 +14,7 @@ from hvdtrain.optim.precision import has_dynamic_scale, loss_scale_of
 from hvdtrain.partition.tracing import StepExchanges
 from hvdtrain.state.optimizers import rate_of
 from hvdtrain.state.train_state import TrainState
-from hvdtrain.training.step.batches import Microbatches, called, replica_slice
+from hvdtrain.training.step.batches import Microbatches, called, parts_of, replica_slice
 from hvdtrain.training.step.contract import LocalGradients, Measured, StepResult
 from hvdtrain.training.step.graph_cache import GraphCache, kind_of
 from hvdtrain.training.step.guard import VariableSnapshot, untrained_variables
@@ -120,12 +120,12 @@ class ReplicaStep(EpochMetrics):
         general, share = self._general[measure], batch[3:]
         if isinstance(batch.global_samples, tf.Tensor):  # tf.is_tensor takes 9 us for a number
             return lambda batch: called(general, batch)
-        parts = _parts_of(batch)
+        parts = parts_of(batch)
         kind = (measure, *share, kind_of(parts))
         graph = self._special.find(kind, lambda: self._specialize(parts, share, measure))
         if graph is None:
             return lambda batch: general(_with_sizes_as_tensors(batch))
-        return lambda batch: graph(*_parts_of(batch))
+        return lambda batch: graph(*parts_of(batch))
 
     def _loop_for(self, batch: Batch) -> Callable[[Sequence[Batch]], StepResult] | None:
         """Return the compiled loop over batches of this kind; None if it is not cached."""
@@ -255,12 +255,6 @@ class TrainStep(ReplicaStep):
         return local._replace(
             gradients=self._sum.read(), totals=totals, poison=None if local.poison is None else poison
         )
-
-
-def _parts_of(batch: Batch) -> tuple[Any, ...]:
-    """Return a batch in the form of `train_step`."""
-    inputs, targets, weights = batch[:3]
-    return (inputs, targets) if weights is None else (inputs, targets, weights)
 
 
 def _with_sizes_as_tensors(batch: Batch) -> Batch:
