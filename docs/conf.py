@@ -32,7 +32,7 @@ CONTENTS = {
     "Large models": (
         "docs/parallel docs/zero docs/tensor_parallel docs/pipeline_parallel docs/context_parallel docs/experts"
     ),
-    "After training": "docs/after_training",
+    "After training": "docs/after_training docs/export",
     "Reliability": "docs/reliability docs/troubleshooting",
     "Benchmarks": "docs/performance docs/benchmarks",
     "Reference": "docs/reference docs/options",

@@ -17,6 +17,7 @@ VERBS = {
     "evaluate": "hvdtrain.cli.inference:evaluate",
     "predict": "hvdtrain.cli.inference:predict",
     "generate": "hvdtrain.cli.inference:generate",
+    "export": "hvdtrain.cli.export:main",
     "checkpoint": "hvdtrain.cli.checkpoint:main",
     "data": "hvdtrain.cli.data:main",
     "bench": "hvdtrain.cli.bench:main",
@@ -38,6 +39,8 @@ Verbs:
   predict RUN PATH|-   predict images, rows of a table or arrays with the model of a run
   generate RUN --prompt TEXT
                        continue a text with the language model of a run
+  export RUN --format litert onnx ...
+                       write the model of a run for other programs, and check each file
   checkpoint list|verify|export DIR
                        show checkpoints, compare them with their checksums, export a model
   data pack SRC DEST   pack class folders of images into TFRecords

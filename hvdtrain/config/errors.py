@@ -99,6 +99,10 @@ class CheckpointError(UserError):
     """A checkpoint or a run folder that cannot be read or written."""
 
 
+class ExportError(UserError):
+    """A model that a format cannot hold, or an exported one that its runtime cannot run."""
+
+
 class LaunchError(UserError):
     """A job's ranks do not fit together, or its launcher is unusable."""
 

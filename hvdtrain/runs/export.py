@@ -1,7 +1,7 @@
-"""Export of a checkpoint's model to a file that Keras or NumPy loads."""
+"""Export of a run's or a script's model: as one file for Keras or NumPy, or in formats of other programs."""
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,16 +9,24 @@ from typing import Any
 import keras
 import numpy as np
 
+from hvdtrain.backends.protocol import Backend
 from hvdtrain.backends.select import backend_for
 from hvdtrain.checkpoint.selection import located
 from hvdtrain.checkpoint.tensor_files import SliceReader
 from hvdtrain.compat.keras import flatten_layers
-from hvdtrain.config.errors import CheckpointError, ConfigError
+from hvdtrain.config.errors import CheckpointError, ConfigError, DataError
+from hvdtrain.config.run import Config
 from hvdtrain.config.user_code import load_function
+from hvdtrain.data.source import DataSplits
+from hvdtrain.export.continuation import Continuation
+from hvdtrain.export.exporter import Subject
+from hvdtrain.export.single import subject_of_model
+from hvdtrain.export.verify import Samples
 from hvdtrain.observability.summary import draft_of
 from hvdtrain.runs import folder
 from hvdtrain.runs.description import read_description
 from hvdtrain.runs.folder import RunFolder, opened
+from hvdtrain.runs.run_data import evaluation_of, loaded_splits
 from hvdtrain.runs.trainers import trained_model
 from hvdtrain.runtime.placement import whole_box
 from hvdtrain.runtime.session import Session
@@ -37,7 +45,7 @@ WRITERS: dict[str, Callable[[Any, Path], object]] = {
 
 
 @dataclass(frozen=True)
-class Exported:
+class Written:
     """A file that was written."""
 
     file: Path
@@ -45,7 +53,7 @@ class Exported:
     """Classes of this package that must be imported before Keras loads the file."""
 
 
-def export(session: Session, folder: Path, which: str, file: Path | None, builder: str | None) -> Exported:
+def export(session: Session, folder: Path, which: str, file: Path | None, builder: str | None) -> Written:
     """Write the model of a checkpoint, as it is evaluated.
 
     Args:
@@ -71,7 +79,7 @@ def export(session: Session, folder: Path, which: str, file: Path | None, builde
         model = nullcontext(_model_of_script(path, load_function("--model", builder)))
     elif suffix == ARRAYS:
         _written(file, lambda draft: _save_arrays(_stored_arrays(path), draft))
-        return Exported(file, [])
+        return Written(file, [])
     else:
         raise ConfigError(
             f"Checkpoints of a script hold no model, only its weights. Received: --to {file}. Name the function that "
@@ -83,7 +91,7 @@ def export(session: Session, folder: Path, which: str, file: Path | None, builde
         _written(file, lambda draft: WRITERS[suffix](built, draft))
         names = {keras.saving.get_registered_name(type(layer)) for layer in flatten_layers(built)}
     own = sorted(name.removeprefix(_OWN) for name in names if name.startswith(_OWN))
-    return Exported(file, own if suffix == ".keras" else [])
+    return Written(file, own if suffix == ".keras" else [])
 
 
 def _run_of(folder: Path) -> RunFolder | None:
@@ -159,3 +167,87 @@ def _save_arrays(arrays: dict[str, np.ndarray], file: Path) -> None:
         name: value.astype("float32") if value.dtype.kind == "V" else value for name, value in arrays.items()
     }
     np.savez(file, **known)
+
+
+# -- formats of other programs --
+
+
+@contextmanager
+def subject_of(
+    session: Session, place: Path, which: str, builder: str | None, *, samples: int, calibration: int
+) -> Iterator[tuple[Subject, Any]]:
+    """Yield a model to export with samples to verify it, and prepared inputs to calibrate with, None without data.
+
+    Args:
+        session: of this one process.
+        place: a run, a checkpoint or a folder of checkpoints, or a `.keras` file.
+        which: the checkpoint: `newest`, `best`, or the number of a step.
+        builder: `MODULE:FUNCTION` that builds the model of checkpoints that are no run's.
+        samples: of the run's validation data; drawn at random where there are no data.
+        calibration: samples of the run's training data.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, it is damaged, or it is of another model.
+        ConfigError: neither a run nor a model; a builder that is missing, or not needed.
+        DataError: the run's data are not there.
+    """
+    run = None if place.is_file() else _run_of(place)
+    if run is None:
+        yield subject_of_model(_model_in(place, which, builder), count=samples), None
+        return
+    if builder:
+        raise ConfigError(f"{place} is a run, whose model is known: leave out --model.")
+    path = located(place, which)
+    _, config = opened(run.path, "export")
+    description = read_description(run, "export")
+    config = folder.located(config, folder.start_folder(run))
+    backend, text = backend_for(session), description.preprocessing.text
+    splits = loaded_splits(config, backend)
+    held = _first(splits.validation, samples, config, splits, backend)
+    trained = _first(splits.train, calibration, config, splits, backend)
+    with trained_model(config, description, path, "newest", backend) as model:
+        model.compiled, model.optimizer = False, None
+        logits = description.outputs == "logits"
+        speaks = text is not None and not text.masked and description.outputs in ("logits", "probabilities")
+        yield (
+            Subject(
+                model,
+                description.inputs,
+                held,
+                description.outputs,
+                description.preprocessing,
+                Continuation(model, text, logits=logits) if speaks and text is not None else None,
+            ),
+            trained.inputs,
+        )
+
+
+def _first(source: Any, count: int, config: Config, splits: DataSplits, backend: Backend) -> Samples:
+    """Return the first samples of a source, prepared for the model."""
+    steps = config.training.validation_steps or count
+    batches: list[Any] = []
+    for batch in evaluation_of(source, config.data, splits, backend, steps=steps):
+        batches.append((batch.inputs, batch.targets, batch.sample_weight))
+        if sum(len(keras.tree.flatten(inputs)[0]) for inputs, *_ in batches) >= count:
+            break
+    if not batches:
+        raise DataError(f"There are no samples in {source.name} to check or calibrate an exported model with.")
+
+    def joined(*parts: Any) -> Any:
+        return None if parts[0] is None else np.concatenate([np.asarray(part) for part in parts])[:count]
+
+    inputs, targets, weights = keras.tree.map_structure(joined, *batches)
+    return Samples(inputs, targets if isinstance(targets, np.ndarray) else None, weights)
+
+
+def _model_in(place: Path, which: str, builder: str | None) -> Any:
+    if place.is_file():
+        try:
+            return keras.saving.load_model(place, compile=False)
+        except (ValueError, TypeError, OSError) as error:
+            raise ConfigError(f"Keras cannot load {place}: {str(error).splitlines()[0]}") from error
+    if builder is None:
+        raise ConfigError(
+            f"{place} holds no run: give --model MODULE:FUNCTION, which builds its model, or name a .keras file."
+        )
+    return _model_of_script(located(place, which), load_function("--model", builder))

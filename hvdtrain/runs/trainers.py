@@ -33,6 +33,8 @@ from hvdtrain.training.trainer import Trainer
 
 ANY_STEPS = 10**9
 """Steps of a learning rate's schedule that nothing is trained with."""
+OF_MODELS = ("precision", "sync_batch_norm")
+"""Options of a step that change what its model is."""
 
 
 def run_trainer(config: Config, source: RunData, backend: Backend) -> Trainer:
@@ -55,7 +57,9 @@ def checked_trainer(config: Config, splits: DataSplits, backend: Backend, steps:
     return trainer
 
 
-def trainer_for(config: Config, shape: Any, classes: int | None, backend: Backend, steps: int) -> Trainer:
+def trainer_for(
+    config: Config, shape: Any, classes: int | None, backend: Backend, steps: int, *, trains: bool = True
+) -> Trainer:
     """Return the trainer of `config`, for any data of that shape.
 
     Args:
@@ -64,6 +68,7 @@ def trainer_for(config: Config, shape: Any, classes: int | None, backend: Backen
         classes: number of classes; None if the targets are not labels.
         backend: the replicas.
         steps: length of the learning rate's schedule.
+        trains: whether it has an optimizer and a loss; without, it restores weights alone, and holds nothing else.
 
     Raises:
         ConfigError: options that do not fit.
@@ -80,15 +85,19 @@ def trainer_for(config: Config, shape: Any, classes: int | None, backend: Backen
     def build() -> Any:
         return build_model(config.model, shape, classes, seed)
 
+    model = (lambda: parallelize(build, rules, sequence_parallel=sequence_parallel)) if splits else build
+    options = step_arguments(config)
+    if not trains:
+        return Trainer(model, seed=seed, backend=backend, **{name: options[name] for name in OF_MODELS})
     return Trainer(
-        (lambda: parallelize(build, rules, sequence_parallel=sequence_parallel)) if splits else build,
+        model,
         lambda: build_optimizer(config.optim, steps, config.data.batch),
         soft_label_loss(config.data, loss),
         seed=seed,
         backend=backend,
         metrics=None if tolerated else metrics,
         weighted_metrics=metrics if tolerated else None,
-        **step_arguments(config),
+        **options,
     )
 
 
@@ -114,9 +123,10 @@ def trained_model(
     Raises:
         CheckpointError: there is no such checkpoint, or it does not fit the configuration.
     """
-    trainer = trainer_for(
-        config, shape=description.sample_shape, classes=description.classes, backend=backend, steps=ANY_STEPS
-    )
+    # Other rules than an all-reduce hold weights in their own state, too.
+    trains = config.update.update != "all_reduce" or config.update.local_steps is not None
+    shape, classes = description.sample_shape, description.classes
+    trainer = trainer_for(config, shape, classes, backend, steps=ANY_STEPS, trains=trains)
     zeros = Batch(inputs=description.zeros(), targets=None, sample_weight=None, has_samples=1.0, global_samples=1)
     build_for(trainer.model, [zeros if like is None else like])
     trainer.restore(folder, which)

@@ -25,6 +25,8 @@ from hvdtrain.config.runtime import COMMIT_EVERY, ElasticConfig
 from hvdtrain.data.batch import Batch
 from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.data.streams.python_batches import as_function
+from hvdtrain.export.exporter import Exported
+from hvdtrain.export.single import answer_of, exported_by
 from hvdtrain.optim.precision import precision
 from hvdtrain.training.agreement import agree_on_call
 from hvdtrain.training.callbacks.batch_checks import BatchChecks
@@ -352,6 +354,44 @@ class Trainer(TrainerCore):
         path = Checkpointer(Path(folder), keep=None, backend=self.backend).save_state(self.state)
         self.rule.give_back(whole=self.compiled_by_user)
         return path
+
+    def export(
+        self,
+        path: str | PathLike[str],
+        format: str = "savedmodel",
+        samples: Any = None,
+    ) -> Exported:
+        """Write the model for other programs, check the file in its own runtime, and return what came out. Collective.
+
+        With averages of the weights (`use_ema=True`) they are what is written. The trainer goes on as it was.
+
+        Args:
+            path: a new file, or a folder for a SavedModel.
+            format: `savedmodel`, `keras`, `safetensors`, `onnx`, `openvino` or `litert`.
+            samples: inputs [samples, …] as for `predict`, to check with, which a model of a class of its own needs;
+                None: a few are drawn at random.
+
+        Raises:
+            ConfigError: an unknown format or one whose package is missing, a file that exists, or a model of which each
+                rank holds a part.
+            ExportError: the format cannot hold the model, or its runtime returns something else.
+        """
+        agree_on_call(self.backend, "export", {"path": fspath(path), "format": format})
+        split = ", ".join(axis for axis in self.backend.axes if axis != "dp")
+        if split:
+            raise ConfigError(
+                f"Trainer.export writes models that a rank holds whole; these are split along {split}. Write "
+                "trainer.save(folder), and then: python -m hvdtrain export FOLDER --model MODULE:FUNCTION"
+            )
+        self.load_pending()
+        if self._rule is not None or is_built_sharded(self.model):
+            self.rule.consolidate()
+        self._broadcast_first_weights()
+        with self.averaged_weights():
+            answer = on_primary(self.backend, lambda: answer_of(self.model, Path(path), format, samples))
+        if self._rule is not None:
+            self.rule.give_back(whole=self.compiled_by_user)
+        return exported_by(answer, Path(path))
 
     def restore(self, folder: str | PathLike[str], which: str = "newest") -> Path:
         """Load a checkpoint and return its path. Collective; only rank 0 needs to see the folder.

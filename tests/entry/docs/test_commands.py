@@ -13,7 +13,7 @@ ELSEWHERE = re.compile(
 )
 """Commands of the pages below whose data are not here; tests beside this folder run their like."""
 
-FOLLOWED = ("docs/options.md", "docs/after_training.md")
+FOLLOWED = ("docs/options.md", "docs/after_training.md", "docs/export.md")
 """Pages whose commands are run from the top to the bottom, but for those of ELSEWHERE."""
 
 
@@ -84,6 +84,13 @@ def test_after_training_from_its_top_to_its_bottom(tmp_path):
     accuracy = float(loaded.split()[-1])
     assert accuracy > 0.8
     assert used.endswith(f"accuracy {accuracy:.3f} of 10 classes, 0 to 9\n")
+
+
+@pytest.mark.extended
+def test_the_export_page_from_its_top_to_its_bottom(tmp_path):
+    printed = follow(FOLLOWED[2], tmp_path)
+    (served,) = (out for place, out in printed.items() if place.startswith("docs/"))
+    assert float(served.split()[-1]) > 0.8
 
 
 @pytest.mark.extended

@@ -16,6 +16,7 @@ ELSEWHERE = {
     "docs/backends.md": "several replicas in one process, without a launcher: test_commands.py",
     "docs/migration.md": "each block is a script of its own: tests/entry/test_migration.py",
     "docs/options.md": "files of a package, trained by a command: test_commands.py",
+    "docs/export.md": "loads what its commands wrote: test_commands.py",
     "docs/after_training.md": "loads what its commands trained: test_commands.py",
 }
 RUN_HERE = [page for page in PAGES if page not in ELSEWHERE and blocks_of(page, "python")]

@@ -1,0 +1,1 @@
+"""Trained models as files for other programs: formats, quantization, and the check of each file in its own runtime."""

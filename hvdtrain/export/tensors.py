@@ -1,0 +1,76 @@
+"""A model as one safetensors file: its weights by their place in it, and the config that Keras builds it from."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from hvdtrain.compat.keras import flatten_layers
+from hvdtrain.config.errors import CheckpointError
+from hvdtrain.state.structure import structure_of
+
+CONFIG, QUANTIZED = "keras", "quantized"
+"""Metadata of the file: the config of the model before it was quantized, and the mode of each quantized layer."""
+
+
+def config_of(model: keras.Model) -> str:
+    """Return the JSON from which Keras builds a model; of one that is quantized, take it before."""
+    return json.dumps(keras.saving.serialize_keras_object(model))
+
+
+def write(model: keras.Model, path: Path, config: str, *, half: bool = False) -> None:
+    """Write a model to a new file.
+
+    Args:
+        model: the model.
+        path: the file.
+        config: its `config_of`.
+        half: whether floating-point numbers are stored in 16 bits.
+    """
+    arrays = {name: weight.numpy() for name, weight in structure_of(model).by_path(model.weights).items()}
+    if half:
+        arrays = {
+            name: array.astype(np.float16) if array.dtype.kind == "f" else array for name, array in arrays.items()
+        }
+    save_file(arrays, path, {CONFIG: config, QUANTIZED: json.dumps(quantized_layers(model))})
+
+
+def load(path: str | Path) -> Any:
+    """Return the model of a safetensors file that `export` wrote.
+
+    Classes of other packages must be imported before, and those of a script registered.
+
+    Raises:
+        CheckpointError: the file holds no model.
+    """
+    with safe_open(path, framework="np") as file:
+        metadata = file.metadata() or {}
+        if CONFIG not in metadata:
+            raise CheckpointError(f"{path} holds tensors, and no model. `python -m hvdtrain export` writes models.")
+        model = keras.saving.deserialize_keras_object(json.loads(metadata[CONFIG]))
+        # Keras does not restore what is quantized within another layer: it is built as it was, and then quantized.
+        layers = flatten_layers(model)
+        for place, mode in json.loads(metadata[QUANTIZED]).items():
+            layers[int(place)].quantize(mode)
+        weights = structure_of(model).by_path(model.weights)
+        if set(weights) != set(file.keys()):
+            other = sorted(set(weights) ^ set(file.keys()))[0]
+            raise CheckpointError(f"{path} is of another version of Keras or of the model's classes: {other}.")
+        for name, weight in weights.items():
+            weight.assign(file.get_tensor(name).astype(weight.dtype.as_numpy_dtype))
+    return model
+
+
+def quantized_layers(model: keras.Model) -> dict[int, str]:
+    """Return the mode of each layer that is quantized, by its place among all layers."""
+    return {place: mode for place, layer in enumerate(flatten_layers(model)) if (mode := quantization_of(layer))}
+
+
+def quantization_of(layer: Any) -> str | None:
+    """Return how a layer is quantized; None if it is not."""
+    policy = layer.dtype_policy
+    return getattr(policy, "quantization_mode", None)

@@ -1,0 +1,56 @@
+"""Every format in every precision that it holds, of an image classifier and of a language model, in its own runtime."""
+
+import json
+
+import numpy as np
+import pytest
+
+from hvdtrain.export.formats import FORMATS
+from tests.launching import hvdtrain
+
+OTHERS = {name: each for name, each in FORMATS.items() if each.packages}
+"""Formats that need packages of their own; `tests/entry/test_export.py` has the rest."""
+WRONG = {("litert", "int4", "digits"): "its outputs differ by"}
+"""Where a format's own runtime computes something else: what the check is for."""
+RUNS = {
+    "digits": ["digits", "--epochs", "4"],
+    "lm": ["lm_synthetic", "--max-steps", "60"],
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    for each in OTHERS.values():
+        for package in each.packages:
+            pytest.importorskip(package, reason=f"{package} is not installed: see launch/lib/overlay.sh")
+    folder = tmp_path_factory.mktemp("home")
+    for name, words in RUNS.items():
+        hvdtrain("none", 1, *words, "--run-dir", name, "--plots", "False", cwd=folder)
+    return folder
+
+
+def cells():
+    for name in RUNS:
+        for mode in dict.fromkeys(mode for each in OTHERS.values() for mode in each.modes):
+            if name == "lm" or mode not in ("gptq", "awq"):
+                yield name, mode
+
+
+@pytest.mark.parametrize(("name", "mode"), cells())
+def test_files_return_what_the_model_returns(home, name, mode):
+    formats = [each for each, format_ in OTHERS.items() if mode in format_.modes]
+    words = ["--format", *formats, "--quantize", mode, "--calibrate", "32", "--samples", "128"]
+    job = hvdtrain("none", 1, "export", name, *words, cwd=home, code=None)
+    models = json.loads((home / name / "export" / "export.json").read_text())["models"]
+    found = {each["name"]: each for each in models if each["precision"] == mode}
+    before = next(each for each in models if (each["name"], each["precision"]) == ("model", "float32"))
+    for each in formats:
+        expected = WRONG.get((each, mode, name), "")
+        assert found[each]["fault"].startswith(expected), found[each]
+        assert bool(found[each]["fault"]) == bool(expected), found[each]
+        if not expected:
+            assert found[each]["accuracy"] >= before["accuracy"] - 0.01
+            assert np.isfinite(found[each]["ms"])
+    assert job.code == int(any((each, mode, name) in WRONG for each in formats)), job.text
+    if mode in ("float16", "int8"):
+        assert all(found[each]["bytes"] < 0.75 * before["bytes"] for each in formats)
