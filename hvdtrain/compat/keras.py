@@ -33,6 +33,15 @@ def flatten_layers(layer: Any, *, recursive: bool = True, include_self: bool = T
     return list(layer._flatten_layers(recursive=recursive, include_self=include_self))
 
 
+def add_weight_when_built(layer: Any, name: str, shape: Any, initializer: str, dtype: str) -> Any:
+    """Return a new non-trainable weight of a built layer. Assumes `Layer._tracker`, as `Dense.enable_lora` does."""
+    layer._tracker.unlock()
+    weight = layer.add_weight(name=name, shape=shape, initializer=initializer, dtype=dtype, trainable=False)
+    setattr(layer, name, weight)
+    layer._tracker.lock()
+    return weight
+
+
 def own_trainable_variables(layer: Any) -> list[Any]:
     """Return a layer's own variables created as trainable, in order.
 

@@ -91,6 +91,18 @@ class Facts:
     """A recurrent layer with `stateful=True`."""
     sync_layer: str | None = fact("SyncBatchNormalization layers")
     """A SyncBatchNormalization layer."""
+    averages: str | None = fact("averages of the weights", "{}, which keeps averages of the weights")
+    """An optimizer with `use_ema=True`."""
+    pruned_layer: str | None = fact(
+        "pruned layers",
+        "the pruned {}",
+        excludes(
+            "local_steps", "update=async|gossip|easgd|hybrid", why="ranks with other weights would choose other zeros"
+        ),
+        excludes("averages", why="an average over steps is not zero where the weight is"),
+        excludes(STRATEGIES, instead=f"use {opt('backend', 'horovod')}, or {opt('backend', 'single')}"),
+    )
+    """A layer whose kernel `hvdtrain.prune` makes sparse."""
     recompute_layer: str | None = fact("hvdtrain.Recompute layers", "{}", NOT_WITH_SERVERS)
     """A layer that is called again in the backward pass."""
     exchanging_layer: str | None = fact("layers that exchange samples")

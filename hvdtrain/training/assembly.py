@@ -12,6 +12,7 @@ from hvdtrain.compat.keras_variables import trained_variables
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.config.facts import Facts
 from hvdtrain.config.registry import suggestion
+from hvdtrain.export.pruning import pruned_layers
 from hvdtrain.gradients.distributed_optimizer import refuse_exchange_of_microbatches
 from hvdtrain.layers.convert import with_sync_batch_norm
 from hvdtrain.layers.exchanging import exchanging_layers
@@ -106,6 +107,8 @@ def model_facts(job: Facts, model: Any, optimizer: Any = None) -> Facts:
         own_step=_named(model) if has_own_train_step(model) else "",
         sync_layer=_first(sync_layers(model)),
         stateful_layer=_first(layer for layer in layers if getattr(layer, "stateful", False)),
+        averages=f"{type(inner).__name__}(use_ema=True)" if inner is not None and inner.use_ema else "",
+        pruned_layer=_first(pruned_layers(model)),
         recompute_layer=_first(layer for layer in layers if isinstance(layer, Recompute)),
         exchanging_layer=_first(layer for layer in exchanging if layer.exchanges),
         divided_layer=_first(divided),

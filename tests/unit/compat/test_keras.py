@@ -55,6 +55,20 @@ def flattens():
     assert compat.flatten_layers(keras.ops.add(keras.Input((1,)), 1)._keras_history.operation) == []
 
 
+@CONTRACTS.of(compat.add_weight_when_built)
+def adds_weights_to_built_layers():
+    outer = block()
+    before = [*outer.weights]
+    weight = compat.add_weight_when_built(outer.inner, "mask", (2,), "ones", "uint8")
+    assert outer.inner.mask is weight
+    assert [id(each) for each in outer.non_trainable_weights] == [id(outer.count), id(weight)]
+    assert not weight.trainable
+    with pytest.raises(ValueError, match="already built"):
+        outer.inner.other = keras.Variable(1.0)  # it is locked again
+    delattr(outer.inner, "mask")
+    assert [id(each) for each in outer.weights] == [id(each) for each in before]
+
+
 @CONTRACTS.of(
     *(compat.own_trainable_variables, compat.own_non_trainable_variables, compat.own_variables),
     *(compat.own_seed_generators, compat.own_metrics, compat.own_layers),

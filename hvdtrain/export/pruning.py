@@ -1,0 +1,161 @@
+"""Magnitude pruning: the smallest weights of a model become zero while it is trained, and stay zero.
+
+The mask of a kernel is a weight of its layer. A constraint computes and applies it in the optimizer's own update: so
+it is the same on all ranks, which have the same weights, is in every checkpoint, and costs no exchange.
+"""
+
+import re
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.compat.keras import add_weight_when_built, flatten_layers
+from hvdtrain.config.errors import ConfigError
+
+PATTERN = "2:4"
+MASK, STEP = "pruning_mask", "pruning_step"
+KERNELS = (keras.layers.Dense, keras.layers.EinsumDense, keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
+GROUP = 4
+"""Neighbours along the inputs of a kernel, of which two stay in the pattern 2:4."""
+
+
+def prune(
+    model: keras.Model,
+    sparsity: float | None = None,
+    *,
+    layers: str | None = None,
+    pattern: str | None = None,
+    begin: int = 0,
+    steps: int = 0,
+    every: int = 100,
+) -> list[str]:
+    """Let a model lose its smallest weights in the steps of any training that follows, and return the pruned layers.
+
+    Sparsity grows as in Zhu & Gupta 2017 ("To prune, or not to prune"): at step t of `steps` it is
+    sparsity (1 - (1 - t / steps)^3). Weights that are zero at the end stay zero. Call it before `compile` and before a
+    checkpoint is resumed; `finish_pruning` takes away what an export does not need.
+
+    Args:
+        model: a built model.
+        sparsity: the share of each kernel's weights that become zero; None: 0.8, with a pattern 0.5.
+        layers: an expression that is searched for in the paths of layers; None: all Dense, EinsumDense, convolutions.
+        pattern: `2:4` keeps the two largest of four neighbours along a kernel's inputs; None: weights anywhere.
+        begin: first step at which weights are taken.
+        steps: steps until the full sparsity; 0: at once.
+        every: steps between two choices of weights until then.
+
+    Raises:
+        ConfigError: a value out of range, no layer of that name, a layer that the pattern does not divide, or a model
+            that is not built or pruned already.
+
+    Example::
+
+        hvdtrain.prune(model, 0.8, steps=2000)
+        hvdtrain.Trainer(model, "adam", loss).fit(x, y, epochs=3)
+    """
+    if pattern not in (None, PATTERN):
+        raise ConfigError(f"prune takes pattern={PATTERN!r} or None. Received: {pattern!r}.")
+    sparsity = (0.5 if pattern else 0.8) if sparsity is None else sparsity
+    if not 0 < sparsity < 1 or (pattern and sparsity != 0.5):
+        raise ConfigError(
+            f"prune takes a sparsity between 0 and 1, and with the pattern {PATTERN} 0.5. Received: {sparsity}."
+        )
+    if min(begin, steps) < 0 or every < 1:
+        received = f"begin={begin}, steps={steps}, every={every}"
+        raise ConfigError(f"prune takes begin and steps from 0, and every from 1. Received: {received}.")
+    found = [layer for layer in flatten_layers(model) if _is_chosen(layer, layers)]
+    if not found:
+        named = f" whose path has {layers!r}" if layers else ""
+        raise ConfigError(f"prune finds no trainable Dense, EinsumDense or convolution{named}. Is the model built?")
+    for layer in found:
+        if isinstance(layer.kernel.constraint, Pruned):
+            raise ConfigError(f"The layer {layer.path!r} is pruned already.")
+        if pattern and layer.kernel.shape[-2] % GROUP:
+            raise ConfigError(
+                f"The pattern {PATTERN} takes inputs in groups of {GROUP}. The layer {layer.path!r} has "
+                f"{layer.kernel.shape[-2]}: leave it out by layers."
+            )
+    for layer in found:
+        layer.kernel.constraint = Pruned(layer, sparsity, pattern, begin, steps, every)
+    return [layer.path for layer in found]
+
+
+def pruned_layers(model: keras.Model) -> list[Any]:
+    """Return the layers that `prune` has chosen, until `finish_pruning`."""
+    kernels = ((layer, getattr(layer, "kernel", None)) for layer in flatten_layers(model) if layer.built)
+    return [layer for layer, kernel in kernels if isinstance(getattr(kernel, "constraint", None), Pruned)]
+
+
+def _is_chosen(layer: Any, layers: str | None) -> bool:
+    kernel = getattr(layer, "kernel", None) if layer.built and isinstance(layer, KERNELS) else None
+    return kernel is not None and kernel.trainable and re.search(layers or "", layer.path) is not None
+
+
+class Pruned(keras.constraints.Constraint):
+    """Chooses the weights of a kernel that are zero, and makes them so after each update.
+
+    Args:
+        layer: has the kernel, and gets its mask and its count of updates.
+        sparsity: see `prune`, as the others.
+    """
+
+    def __init__(self, layer: Any, sparsity: float, pattern: str | None, begin: int, steps: int, every: int) -> None:
+        self.before = layer.kernel.constraint
+        self._sparsity, self._pattern = sparsity, pattern
+        self._begin, self._steps, self._every = begin, steps, every
+        shape = layer.kernel.shape
+        self.mask = add_weight_when_built(layer, MASK, shape, "ones", "uint8")
+        self.step = add_weight_when_built(layer, STEP, (), "zeros", "int32")
+
+    def __call__(self, w: Any) -> Any:
+        """Return the kernel after an update, with zeros."""
+        value = tf.convert_to_tensor(w if self.before is None else self.before(w))
+        mask, step = self.mask.value, self.step.value
+        since = step - self._begin
+        if self._steps:
+            due = (since >= 0) & (since <= self._steps) & ((since % self._every == 0) | (since == self._steps))
+            done = tf.clip_by_value(tf.cast(since, tf.float64) / self._steps, 0.0, 1.0)
+        else:
+            due, done = tf.equal(since, 0), tf.constant(1.0, tf.float64)
+        share = self._sparsity * (1 - (1 - done) ** 3)
+        chosen = tf.cond(due, lambda: self._chosen(value, share), lambda: tf.identity(mask))
+        mask.assign(chosen)
+        step.assign_add(1)
+        return value * tf.cast(chosen, value.dtype)
+
+    def _chosen(self, value: Any, share: Any) -> Any:
+        """Return a new mask: 0 for the smallest of all weights, or of each group. Ties go by place."""
+        if self._pattern is None:
+            size = value.shape.num_elements()
+            places = _ranks(tf.reshape(tf.abs(value), [-1]))
+            kept = places >= tf.cast(tf.round(share * size), places.dtype)
+        else:
+            ahead, (inputs, outputs) = value.shape[:-2], value.shape[-2:]
+            grouped = tf.reshape(value, [*ahead, inputs // GROUP, GROUP, outputs])
+            kept = _ranks(tf.abs(tf.linalg.matrix_transpose(grouped))) >= GROUP // 2
+            kept = tf.linalg.matrix_transpose(kept)
+        return tf.cast(tf.reshape(kept, value.shape), tf.uint8)
+
+    def get_config(self) -> dict[str, Any]:
+        """Refuse to be a part of a model's config: its masks are weights of layers."""
+        raise ConfigError("A pruned model is copied without its masks: call hvdtrain.finish_pruning(model) before.")
+
+
+def _ranks(values: Any) -> Any:
+    """Return the place of each value among those of the last dim, in ascending order."""
+    return tf.argsort(tf.argsort(values, stable=True), stable=True)
+
+
+def finish_pruning(model: keras.Model) -> float:
+    """Take masks and constraints off a model, whose zeros stay, and return the share of zeros in the pruned kernels."""
+    zeros, size = 0, 0
+    for layer in pruned_layers(model):
+        kernel, constraint = layer.kernel, layer.kernel.constraint
+        kernel.assign(kernel.value * tf.cast(constraint.mask.value, kernel.value.dtype))
+        zeros += int(tf.reduce_sum(tf.cast(kernel.value == 0, tf.int64)))
+        size += kernel.value.shape.num_elements()
+        kernel.constraint = constraint.before
+        for name in (MASK, STEP):
+            delattr(layer, name)
+    return zeros / max(size, 1)
