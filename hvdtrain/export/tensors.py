@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from hvdtrain.compat.keras import flatten_layers
-from hvdtrain.config.errors import CheckpointError
+from hvdtrain.config.errors import CheckpointError, ExportError
 from hvdtrain.state.structure import structure_of
 
 CONFIG, QUANTIZED = "keras", "quantized"
@@ -30,12 +30,19 @@ def write(model: keras.Model, path: Path, config: str, *, half: bool = False) ->
         path: the file.
         config: its `config_of`.
         half: whether floating-point numbers are stored in 16 bits.
+
+    Raises:
+        ExportError: the model has masks or adapters.
     """
     arrays = {name: weight.numpy() for name, weight in structure_of(model).by_path(model.weights).items()}
     if half:
         arrays = {
             name: array.astype(np.float16) if array.dtype.kind == "f" else array for name, array in arrays.items()
         }
+    training = next((name for name in arrays if name.rpartition("/")[2].startswith(("pruning_", "lora_"))), None)
+    if training is not None:
+        cure = "call hvdtrain.finish_pruning(model), or hvdtrain.merge_lora(model), before"
+        raise ExportError(f"{training} is a part of training: {cure}.")
     save_file(arrays, path, {CONFIG: config, QUANTIZED: json.dumps(quantized_layers(model))})
 
 

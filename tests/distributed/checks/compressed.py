@@ -169,3 +169,34 @@ def check_adapters_are_those_of_one_process(world: World) -> None:
     assert world.same_everywhere(flat_bytes(trainer.model.get_weights()))
     hvdtrain.merge_lora(trainer.model)
     assert_same(trainer.model.predict(fit["x"], verbose=0), alone.predict(fit["x"], verbose=0), "merged", 1e-5)
+
+
+def distiller() -> keras.Model:
+    """Keras' own, from the outputs of a teacher and from a layer within it."""
+    keras.utils.set_random_seed(2)
+    inputs = keras.Input((12,))
+    x = layers.Dense(8, "relu", name="hidden")(layers.Dense(32, "relu")(inputs))
+    teacher = keras.Model(inputs, layers.Dense(3)(x), name="teacher")
+    small = keras.Input((12,))
+    student = keras.Model(small, layers.Dense(3)(layers.Dense(8, "relu", name="hidden")(small)), name="student")
+    losses = [
+        keras.distillation.LogitsDistillation(4.0, loss=keras.losses.KLDivergence()),
+        keras.distillation.FeatureDistillation(teacher_layer_name="hidden", student_layer_name="hidden"),
+    ]
+    return keras.distillation.Distiller(teacher, student, losses, [1.0, 0.5], student_loss_weight=0.3)
+
+
+@worlds("mpirun-2")
+def check_students_are_those_of_one_process(world: World) -> None:
+    with computing_in("float64"):
+        before = distiller().teacher.get_weights()
+        trainer = as_keras(world, distiller, (12,))
+        assert len(trainer.model.trainable_variables) == 4
+        assert_same(trainer.model.teacher.get_weights(), before, "teacher", 0)
+        alone = trainer.model.get_weights()
+        for options in ({"accumulate": 2}, {"zero": 1}):
+            model = distiller()
+            model.compile(**compiled())
+            trainer = hvdtrain.Trainer(model, backend=world.backend, **options)
+            trainer.fit(**data((12,)), batch=BATCH, epochs=2, shuffle=False, verbose=0)
+            assert_same(trainer.model.get_weights(), alone, f"{options}")

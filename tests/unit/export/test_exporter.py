@@ -12,6 +12,7 @@ import tensorflow as tf
 from keras import layers
 from safetensors.numpy import save_file
 
+import hvdtrain
 from hvdtrain.config.errors import CheckpointError, ConfigError, ExportError
 from hvdtrain.data.preprocessing import ImageInputs, Preprocessing
 from hvdtrain.export import formats, tensors
@@ -237,6 +238,17 @@ def test_nothing_is_overwritten(tmp_path):
         export_one(digits(), tmp_path / "m.keras", "keras")
     with pytest.raises(ConfigError, match="cannot be written"):
         export_one(digits(), tmp_path / "m.keras" / "n.keras", "keras")
+
+
+@pytest.mark.parametrize("change", [hvdtrain.prune, lambda model: hvdtrain.lora(model, 2, layers="dense")])
+def test_what_is_a_part_of_training_is_taken_off_before(change, tmp_path):
+    model = digits()
+    change(model)
+    with pytest.raises(
+        ExportError, match=r"call hvdtrain.finish_pruning\(model\), or hvdtrain.merge_lora\(model\), before"
+    ):
+        export_one(model, tmp_path / "m.safetensors", "safetensors")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_tensors_that_are_no_model_are_refused(tmp_path):
