@@ -10,8 +10,11 @@ from safetensors.numpy import save_file
 
 from hvdtrain.compat.keras import flatten_layers
 from hvdtrain.config.errors import CheckpointError, ConfigError
+from hvdtrain.export.pruning import pruned_layers
+from hvdtrain.export.tensors import quantization_of
 from hvdtrain.state.structure import structure_of
 
+ALPHA = "alpha"
 PARTS = re.compile(r"lora_(kernel|embeddings)_[ab]$")
 """Ends of the paths of the small matrices."""
 
@@ -28,7 +31,8 @@ def lora(model: keras.Model, rank: int = 8, *, layers: str = "query|value", alph
         alpha: the product of the matrices counts alpha / rank; None: it counts once.
 
     Raises:
-        ConfigError: no layer of that name can have an adapter, a rank below 1, or adapters that are there already.
+        ConfigError: no layer of that name, or one of them can have no adapter; a rank below 1; adapters that are there
+            already, or a pruned model.
 
     Example::
 
@@ -46,6 +50,19 @@ def lora(model: keras.Model, rank: int = 8, *, layers: str = "query|value", alph
         raise ConfigError(
             "The model has adapters already: hvdtrain.merge_lora(model) makes them a part of its weights."
         )
+    for layer in found:
+        kept = getattr(layer, "kernel_constraint", None) or getattr(layer, "embeddings_constraint", None)
+        reason = "is quantized" if quantization_of(layer) else "has a constraint" if kept is not None else ""
+        if reason:
+            raise ConfigError(
+                f"lora gives no adapter to the layer {layer.path!r}, which {reason}: leave it out by layers."
+            )
+    if pruned_layers(model):
+        raise ConfigError("The model is pruned: call hvdtrain.finish_pruning(model) before hvdtrain.lora.")
+    model.trainable = True  # a layer that is frozen as a whole would train no adapter
+    for layer in flatten_layers(model):
+        if isinstance(layer, keras.layers.BatchNormalization):
+            layer.trainable = False  # its statistics, too
     for weight in model.trainable_variables:
         weight.trainable = False
     for layer in found:
@@ -79,11 +96,11 @@ def save_lora(model: keras.Model, path: str | Path) -> None:
     Raises:
         ConfigError: the model has none.
     """
-    save_file({name: weight.numpy() for name, weight in _adapters(model).items()}, path)
+    save_file({name: weight.numpy() for name, weight in _adapters(model).items()}, path, {ALPHA: _alpha(model)})
 
 
 def load_lora(model: keras.Model, path: str | Path) -> None:
-    """Give the adapters of a model, of the same layers and rank, the values in a file of `save_lora`.
+    """Give the adapters of a model, of the same layers, rank and alpha, the values in a file of `save_lora`.
 
     Raises:
         CheckpointError: the file is of other adapters.
@@ -91,11 +108,14 @@ def load_lora(model: keras.Model, path: str | Path) -> None:
     """
     adapters = _adapters(model)
     with safe_open(path, framework="np") as file:
+        alpha = (file.metadata() or {}).get(ALPHA)
         stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     other = next((n for n in {**adapters, **stored} if n not in adapters or n not in stored), None)
     other = other or next((name for name in adapters if tuple(adapters[name].shape) != stored[name].shape), None)
     if other is not None:
         raise CheckpointError(f"{path} is of other adapters than the model's: {other}.")
+    if alpha != _alpha(model):
+        raise CheckpointError(f"{path} is of adapters with alpha={alpha}. Those of the model have {_alpha(model)}.")
     for name, weight in adapters.items():
         weight.assign(stored[name])
 
@@ -105,6 +125,10 @@ def _with_adapters(model: keras.Model) -> list[Any]:
     if not found:
         raise ConfigError("The model has no adapters: hvdtrain.lora(model) gives it some.")
     return found
+
+
+def _alpha(model: keras.Model) -> str:
+    return str(float(_with_adapters(model)[0].lora_alpha))
 
 
 def _adapters(model: keras.Model) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The export of one model: in several formats, in one precision, each file checked before it appears."""
 
+import math
 import os
 import shutil
 import sys
@@ -97,7 +98,8 @@ def export(
 
     Raises:
         ConfigError: a format that does not exist, hold the precision, or lacks its package; a file that exists; a
-            folder that cannot be written. Nothing was written then.
+            folder that cannot be written; Keras cannot quantize the model. Nothing was written then, but in the last
+            case by formats that convert weights themselves.
     """
     mode = quantization.mode
     formats = {name: checked(name, mode) for name in targets}
@@ -106,7 +108,9 @@ def export(
     for path in targets.values():
         if path.exists():
             raise ConfigError(f"{path} exists, and nothing is overwritten. Remove it, or name another folder by --to.")
-    exporting = _Exporting(subject, quantization, points)
+    # Of a quantized model Keras makes another config.
+    config = tensors.config_of(subject.model) if "safetensors" in formats else ""
+    exporting = _Exporting(subject, quantization, points=points, config=config)
     results, remarks = [exporting.itself(FLOAT32)], list(exporting.remarks(formats))
     done: dict[str, Exported] = {}
     # Those that convert the trained weights come first: Keras quantizes them in place.
@@ -122,9 +126,8 @@ def export(
 
 
 class _Exporting:
-    def __init__(self, subject: Subject, quantization: Quantization, points: float) -> None:
-        self._subject, self._quantization, self._points = subject, quantization, points
-        self._config = tensors.config_of(subject.model)
+    def __init__(self, subject: Subject, quantization: Quantization, *, points: float, config: str) -> None:
+        self._subject, self._quantization, self._points, self._config = subject, quantization, points, config
         self.quantized: str | None = None
         """What stays as it is; None: nothing is quantized by Keras yet."""
         self._expected: dict[bool, Any] = {}
@@ -177,7 +180,12 @@ class _Exporting:
         inputs = serving.raw_of(subject.samples.inputs)
         calibration = subject.samples.inputs if wanted.calibration is None else wanted.calibration
         contents = Contents(
-            serving, subject.model, wanted.mode, serving.raw_of(calibration), self._config, subject.generate
+            serving=serving,
+            trained=subject.model,
+            mode=wanted.mode,
+            samples=serving.raw_of(calibration),
+            config=self._config,
+            generate=subject.generate,
         )
         if chosen.serves not in self._expected:
             self._expected[chosen.serves] = serving.call(inputs)
@@ -185,16 +193,19 @@ class _Exporting:
         try:
             with _room(path) as folder:
                 _write(name, chosen, contents, folder / path.name)
-                ran = run(name, folder / path.name, inputs, subject.model)
+                ran = run(name, folder / path.name, inputs, model=subject.model)
+                distance = difference(ran.outputs, expected)
                 size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
                 for file in folder.iterdir():
+                    if (path.parent / file.name).exists():
+                        raise ConfigError(f"{path.parent / file.name} exists, and nothing is overwritten.")
                     file.rename(path.parent / file.name)
         except ExportError as error:
             return Exported(name, wanted.mode, takes=_takes(serving), fault=error.message)
         outputs = tf.nest.pack_sequence_as(expected, ran.outputs)
         if not chosen.serves and isinstance(outputs, np.ndarray):
             outputs = np.asarray(readable(tf.constant(outputs), subject.outputs))
-        accuracy, distance = subject.samples.accuracy(outputs, subject.outputs), difference(ran.outputs, expected)
+        accuracy = subject.samples.accuracy(outputs, subject.outputs)
         return Exported(
             name=name,
             precision=wanted.mode,
@@ -209,9 +220,10 @@ class _Exporting:
 
     def _fault(self, chosen: Format, accuracy: float | None, distance: float) -> str:
         mode, before = self._quantization.mode, self._accuracy
-        bound = DIFFERENCES.get(mode, OF_INTEGERS)
+        kinds = {mode, *(layer.compute_dtype for layer in flatten_layers(self._subject.model))}
+        bound = max([DIFFERENCES.get(mode, OF_INTEGERS), *(DIFFERENCES.get(kind, 0.0) for kind in kinds)])
         converted = mode in chosen.own_modes and accuracy is not None  # what the format rounds shows in the accuracy
-        if not distance <= bound and not converted:
+        if not distance <= (math.inf if converted and math.isfinite(distance) else bound):
             same = f"{distance:.1e} of the largest from those of the same weights (at most {bound:g})"
             return f"its outputs differ by {same}"
         if accuracy is not None and before is not None and before - accuracy > self._points:

@@ -71,13 +71,14 @@ def prune(
     for layer in found:
         if isinstance(layer.kernel.constraint, Pruned):
             raise ConfigError(f"The layer {layer.path!r} is pruned already.")
-        if pattern and layer.kernel.shape[-2] % GROUP:
+        inputs = layer.kernel.shape[input_dims(layer)[-1]]
+        if pattern and inputs % GROUP:
             raise ConfigError(
-                f"The pattern {PATTERN} takes inputs in groups of {GROUP}. The layer {layer.path!r} has "
-                f"{layer.kernel.shape[-2]}: leave it out by layers."
+                f"The pattern {PATTERN} takes inputs in groups of {GROUP}. The layer {layer.path!r} has {inputs}: "
+                "leave it out by layers."
             )
     for layer in found:
-        layer.kernel.constraint = Pruned(layer, sparsity, pattern, begin, steps, every)
+        layer.kernel.constraint = Pruned(layer, sparsity, pattern=pattern, begin=begin, steps=steps, every=every)
     return [layer.path for layer in found]
 
 
@@ -89,7 +90,15 @@ def pruned_layers(model: keras.Model) -> list[Any]:
 
 def _is_chosen(layer: Any, layers: str | None) -> bool:
     kernel = getattr(layer, "kernel", None) if layer.built and isinstance(layer, KERNELS) else None
-    return kernel is not None and kernel.trainable and re.search(layers or "", layer.path) is not None
+    return getattr(kernel, "trainable", False) and re.search(layers or "", layer.path) is not None
+
+
+def input_dims(layer: Any) -> list[int]:
+    """Return the dims of a layer's kernel over which it sums, the last one that of features."""
+    if not isinstance(layer, keras.layers.EinsumDense):
+        return list(range(len(layer.kernel.shape) - 1))
+    inputs, kernel, outputs = re.fullmatch(r"(.*),(.*)->(.*)", layer.equation).groups()  # type: ignore[union-attr]
+    return [dim for dim, letter in enumerate(kernel) if letter in inputs and letter not in outputs]
 
 
 class Pruned(keras.constraints.Constraint):
@@ -100,13 +109,13 @@ class Pruned(keras.constraints.Constraint):
         sparsity: see `prune`, as the others.
     """
 
-    def __init__(self, layer: Any, sparsity: float, pattern: str | None, begin: int, steps: int, every: int) -> None:
+    def __init__(self, layer: Any, sparsity: float, *, pattern: str | None, begin: int, steps: int, every: int) -> None:
         self.before = layer.kernel.constraint
         self._sparsity, self._pattern = sparsity, pattern
         self._begin, self._steps, self._every = begin, steps, every
-        shape = layer.kernel.shape
-        self.mask = add_weight_when_built(layer, MASK, shape, "ones", "uint8")
-        self.step = add_weight_when_built(layer, STEP, (), "zeros", "int32")
+        self._inputs, shape = input_dims(layer), layer.kernel.shape
+        self.mask = add_weight_when_built(layer, MASK, shape=shape, initializer="ones", dtype="uint8")
+        self.step = add_weight_when_built(layer, STEP, shape=(), initializer="zeros", dtype="int32")
 
     def __call__(self, w: Any) -> Any:
         """Return the kernel after an update, with zeros."""
@@ -131,10 +140,10 @@ class Pruned(keras.constraints.Constraint):
             places = _ranks(tf.reshape(tf.abs(value), [-1]))
             kept = places >= tf.cast(tf.round(share * size), places.dtype)
         else:
-            ahead, (inputs, outputs) = value.shape[:-2], value.shape[-2:]
-            grouped = tf.reshape(value, [*ahead, inputs // GROUP, GROUP, outputs])
-            kept = _ranks(tf.abs(tf.linalg.matrix_transpose(grouped))) >= GROUP // 2
-            kept = tf.linalg.matrix_transpose(kept)
+            order = [*(dim for dim in range(len(value.shape)) if dim not in self._inputs), *self._inputs]
+            moved = tf.transpose(tf.abs(value), order)  # neighbours along the inputs are neighbours in memory
+            kept = tf.reshape(_ranks(tf.reshape(moved, [-1, GROUP])) >= GROUP // 2, tf.shape(moved))
+            kept = tf.transpose(kept, [order.index(dim) for dim in range(len(order))])
         return tf.cast(tf.reshape(kept, value.shape), tf.uint8)
 
     def get_config(self) -> dict[str, Any]:

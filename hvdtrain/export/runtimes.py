@@ -64,6 +64,12 @@ def nested(structure: Any, leaves: Sequence[Any]) -> Any:
     return {name: nested(part, leaves) for name, part in structure.items()}
 
 
+def in_32_bits(output: Any) -> np.ndarray:
+    """Return an output as an array, whose 16-bit numbers, which files of NumPy do not keep, have 32."""
+    array = np.asarray(output)
+    return array.astype(np.float32) if array.dtype.name in ("float16", "bfloat16") else array
+
+
 def _on_one_thread() -> Any:
     import tensorflow as tf
 
@@ -83,7 +89,7 @@ def _saved_model(path: Path, structure: Any) -> Call:
 def _of_tensorflow(tf: Any, function: Callable[[Any], Any], structure: Any) -> Call:
     def call(inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
         outputs = function(nested(structure, [tf.constant(array) for array in inputs]))
-        return [np.asarray(output) for output in tf.nest.flatten(outputs)]
+        return [in_32_bits(output) for output in tf.nest.flatten(outputs)]
 
     return call
 
@@ -132,12 +138,12 @@ def _litert(path: Path, structure: Any) -> Call:
 
     interpreter = Interpreter(str(path), num_threads=1)
     runner = interpreter.get_signature_runner("serving_default")
-    names = sorted(runner.get_input_details())
+    names = sorted(runner.get_input_details(), key=lambda name: (len(name), name))
     order = _order(names, structure)
 
     def call(inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
         outputs = runner(**{name: inputs[place] for name, place in zip(names, order, strict=True)})
-        return [outputs[name] for name in sorted(outputs)]
+        return [outputs[name] for name in sorted(outputs, key=lambda name: (len(name), name))]
 
     return call
 

@@ -11,6 +11,7 @@ import tensorflow as tf
 from hvdtrain.config.model import OutputKind
 from hvdtrain.data.preprocessing import ImageInputs, Preprocessing, TableInputs
 from hvdtrain.data.sources.images import scaled
+from hvdtrain.export.runtimes import BATCH, in_32_bits
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,14 @@ class Serving:
     """Whether some inputs are strings."""
 
     def call(self, inputs: Any) -> Any:
-        """Return the outputs for arrays of `inputs`, computed in this process, as arrays."""
-        return tf.nest.map_structure(np.asarray, self.compiled(tf.nest.map_structure(tf.constant, inputs)))
+        """Return the outputs for arrays of `inputs`, computed in this process as a runtime does, as arrays."""
+        call, count = self.compiled, len(tf.nest.flatten(inputs)[0])
+        parts = []
+        with tf.device("CPU"):  # where the runtimes compute; GPUs round products to fewer bits
+            for begin in range(0, count, BATCH):
+                part = tf.nest.map_structure(lambda array, at=begin: tf.constant(array[at : at + BATCH]), inputs)
+                parts.append(tf.nest.map_structure(in_32_bits, call(part)))
+        return tf.nest.map_structure(lambda *arrays: np.concatenate(arrays), *parts)
 
     @property
     def compiled(self) -> Any:
@@ -69,7 +76,10 @@ def serving_of(
 def specs_of(signature: Any) -> Any:
     """Return a nest of `keras.InputSpec` for batches of any size of a nest of {"dtype": …, "shape": …}."""
     if isinstance(signature, list | tuple):
-        return [specs_of(part) for part in signature]
+        return [
+            _spec(part, f"inputs_{place:03}") if isinstance(part.get("dtype"), str) else specs_of(part)
+            for place, part in enumerate(signature)
+        ]
     if not isinstance(signature.get("dtype"), str):
         return {name: _spec(part, name) for name, part in signature.items()}
     return _spec(signature, "inputs")
@@ -112,7 +122,7 @@ def readable(outputs: Any, kind: OutputKind) -> Any:
         return keras.ops.softmax(shares)
     if kind == "binary_logits":
         shares = keras.ops.sigmoid(shares)
-    if kind.startswith("binary") and (len(shares.shape) == 1 or shares.shape[-1] == 1):
+    if kind.startswith("binary") and (len(shares.shape) == 1 or (len(shares.shape) == 2 and shares.shape[-1] == 1)):
         of_one = keras.ops.reshape(shares, (-1, 1))
         shares = keras.ops.concatenate([1.0 - of_one, of_one], axis=1)
     return shares

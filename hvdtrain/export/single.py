@@ -1,5 +1,6 @@
 """The export of one model of a program in one format, by one of its processes for all of them."""
 
+import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ def export_one(model: keras.Model, path: Path, format_name: str, samples: Any = 
     subject = subject_of_model(model, samples)
     (_, written), _ = export(subject, {format_name: path})
     if written.fault:
+        for file in (path, path.with_suffix(".bin")):
+            shutil.rmtree(file) if file.is_dir() else file.unlink(missing_ok=True)
         raise ExportError(f"{path} in the format {format_name}: {written.fault}.")
     return written
 
@@ -43,22 +46,37 @@ def subject_of_model(model: keras.Model, samples: Any = None, count: int = DRAWN
     Raises:
         ConfigError: its inputs are not known, and there are no samples.
     """
-    if samples is not None:
-        arrays = keras.tree.map_structure(np.asarray, samples)
-        signature = keras.tree.map_structure(lambda array: _leaf(array.dtype, array.shape[1:]), arrays)
-        return Subject(model, signature, Samples(arrays))
     try:
         inputs = model.inputs[0] if isinstance(model, keras.Sequential) else model.input
+        signature = keras.tree.map_structure(lambda tensor: _leaf(tensor.dtype, tensor.shape[1:]), inputs)
     except (AttributeError, ValueError, TypeError):  # of a class of its own, or not built
-        raise ConfigError(
-            f"What {type(model).__name__} takes is known from samples alone: give export samples=x, as for predict."
-        ) from None
-    signature = keras.tree.map_structure(lambda tensor: _leaf(tensor.dtype, tensor.shape[1:]), inputs)
-    return Subject(model, signature, drawn_samples(specs_of(signature), count))
+        if samples is None:
+            raise ConfigError(
+                f"What {type(model).__name__} takes is known from samples alone: give export samples=x, as for predict."
+            ) from None
+        arrays = keras.tree.map_structure(_array, samples)
+        signature = keras.tree.map_structure(lambda array: _leaf(array.dtype, array.shape[1:]), arrays)
+        return Subject(model, signature, Samples(arrays))
+    specs = specs_of(signature)
+    if samples is None:
+        return Subject(model, signature, drawn_samples(specs, count))
+    arrays = keras.tree.map_structure_up_to(specs, lambda spec, part: _as(_array(part), spec.dtype), specs, samples)
+    return Subject(model, signature, Samples(arrays))
+
+
+def _array(values: Any) -> np.ndarray:
+    """Return an array; numbers of 64 bits, which NumPy makes of Python's, have those of Keras."""
+    array = np.asarray(values)
+    return array.astype(keras.config.floatx()) if array.dtype == np.float64 else array
+
+
+def _as(array: np.ndarray, dtype: str) -> np.ndarray:
+    return array if dtype == "string" else array.astype(dtype)
 
 
 def _leaf(dtype: Any, shape: Any) -> dict[str, Any]:
-    return {"dtype": str(dtype), "shape": list(shape)}
+    strings = isinstance(dtype, np.dtype) and dtype.kind in "USO"
+    return {"dtype": "string" if strings else str(dtype), "shape": list(shape)}
 
 
 def answer_of(model: keras.Model, path: Path, format_name: str, samples: Any) -> dict[str, Any]:
@@ -67,6 +85,9 @@ def answer_of(model: keras.Model, path: Path, format_name: str, samples: Any) ->
         return {**asdict(export_one(model, path, format_name, samples)), "path": None}
     except UserError as error:
         return {"error": type(error).__name__, "message": error.message}
+    except Exception as error:  # the other ranks wait for an answer
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        return {"error": ExportError.__name__, "message": f"{path} in the format {format_name}: {said}"}
 
 
 def exported_by(answer: dict[str, Any], path: Path) -> Exported:

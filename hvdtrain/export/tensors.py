@@ -10,16 +10,36 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from hvdtrain.compat.keras import flatten_layers
-from hvdtrain.config.errors import CheckpointError, ExportError
+from hvdtrain.config.errors import CheckpointError, ConfigError, ExportError
+from hvdtrain.state.layer_states import layers_with_states, restore_states, states_of
 from hvdtrain.state.structure import structure_of
 
+STATES = "states/"
+"""Before the places of layers that hold more than weights, such as vocabularies."""
 CONFIG, QUANTIZED = "keras", "quantized"
 """Metadata of the file: the config of the model before it was quantized, and the mode of each quantized layer."""
 
 
 def config_of(model: keras.Model) -> str:
-    """Return the JSON from which Keras builds a model; of one that is quantized, take it before."""
-    return json.dumps(keras.saving.serialize_keras_object(model))
+    """Return the JSON from which Keras builds a model; of one that is quantized, take it before.
+
+    Raises:
+        ConfigError: Keras makes no config of it.
+    """
+    try:
+        return json.dumps(_without_compilation(keras.saving.serialize_keras_object(model)))
+    except (NotImplementedError, TypeError, ValueError) as error:
+        said = " ".join(str(error).split())[:200]
+        raise ConfigError(f"--format safetensors needs the config of {type(model).__name__}: {said}") from error
+
+
+def _without_compilation(config: Any) -> Any:
+    """Return a config without losses and optimizers, which nobody needs to use a model."""
+    if isinstance(config, list):
+        return [_without_compilation(part) for part in config]
+    if not isinstance(config, dict):
+        return config
+    return {name: _without_compilation(part) for name, part in config.items() if name != "compile_config"}
 
 
 def write(model: keras.Model, path: Path, config: str, *, half: bool = False) -> None:
@@ -34,7 +54,7 @@ def write(model: keras.Model, path: Path, config: str, *, half: bool = False) ->
     Raises:
         ExportError: the model has masks or adapters.
     """
-    arrays = {name: weight.numpy() for name, weight in structure_of(model).by_path(model.weights).items()}
+    arrays = {name: np.asarray(weight) for name, weight in structure_of(model).by_path(model.weights).items()}
     if half:
         arrays = {
             name: array.astype(np.float16) if array.dtype.kind == "f" else array for name, array in arrays.items()
@@ -43,6 +63,7 @@ def write(model: keras.Model, path: Path, config: str, *, half: bool = False) ->
     if training is not None:
         cure = "call hvdtrain.finish_pruning(model), or hvdtrain.merge_lora(model), before"
         raise ExportError(f"{training} is a part of training: {cure}.")
+    arrays |= {f"{STATES}{place}": state for place, state in states_of(layers_with_states(model)).items()}
     save_file(arrays, path, {CONFIG: config, QUANTIZED: json.dumps(quantized_layers(model))})
 
 
@@ -64,11 +85,14 @@ def load(path: str | Path) -> Any:
         for place, mode in json.loads(metadata[QUANTIZED]).items():
             layers[int(place)].quantize(mode)
         weights = structure_of(model).by_path(model.weights)
-        if set(weights) != set(file.keys()):
-            other = sorted(set(weights) ^ set(file.keys()))[0]
+        names = set(file.keys())
+        if set(weights) != {name for name in names if not name.startswith(STATES)}:
+            other = sorted(set(weights) ^ names)[0]
             raise CheckpointError(f"{path} is of another version of Keras or of the model's classes: {other}.")
         for name, weight in weights.items():
             weight.assign(file.get_tensor(name).astype(weight.dtype.as_numpy_dtype))
+        stored = {name.removeprefix(STATES): file.get_tensor(name) for name in names if name.startswith(STATES)}
+        restore_states(layers_with_states(model), stored)
     return model
 
 

@@ -30,8 +30,9 @@ from hvdtrain.runs.run_data import evaluation_of, loaded_splits
 from hvdtrain.runs.trainers import trained_model
 from hvdtrain.runtime.placement import whole_box
 from hvdtrain.runtime.session import Session
+from hvdtrain.state.layer_states import layers_with_states, restore_states
 from hvdtrain.state.structure import structure_of
-from hvdtrain.state.train_state import MODEL
+from hvdtrain.state.train_state import LAYERS, MODEL
 
 ARRAYS = ".npz"
 _OWN = "hvdtrain>"
@@ -147,14 +148,15 @@ def _model_of_script(path: Path, build: Callable[[], Any]) -> Any:
         weight.assign(found)
     if arrays:
         raise CheckpointError(f"The checkpoint {path} is of another model: {next(iter(arrays))} is not in it.")
+    restore_states(layers_with_states(model), _stored_arrays(path, LAYERS))
     return model
 
 
-def _stored_arrays(path: Path) -> dict[str, np.ndarray]:
-    """Return the weights of the model, by their place in it."""
+def _stored_arrays(path: Path, kind: str = MODEL) -> dict[str, np.ndarray]:
+    """Return the weights of the model, or what its layers hold besides, by their place in it."""
     reader = SliceReader(path)
-    found = {name: tensor.global_shape for name, tensor in reader.tensors.items() if name.startswith(MODEL)}
-    return {name.removeprefix(MODEL): reader.read(name, shape, whole_box(shape)) for name, shape in found.items()}
+    found = {name: tensor.global_shape for name, tensor in reader.tensors.items() if name.startswith(kind)}
+    return {name.removeprefix(kind): reader.read(name, shape, whole_box(shape)) for name, shape in found.items()}
 
 
 def _arrays_of(model: Any) -> dict[str, np.ndarray]:
@@ -203,26 +205,26 @@ def subject_of(
     config = folder.located(config, folder.start_folder(run))
     backend, text = backend_for(session), description.preprocessing.text
     splits = loaded_splits(config, backend)
-    held = _first(splits.validation, samples, config, splits, backend)
-    trained = _first(splits.train, calibration, config, splits, backend)
+    held = _first(splits.validation, samples, config=config, splits=splits, backend=backend)
+    trained = _first(splits.train, calibration, config=config, splits=splits, backend=backend)
     with trained_model(config, description, path, "newest", backend) as model:
         model.compiled, model.optimizer = False, None
         logits = description.outputs == "logits"
         speaks = text is not None and not text.masked and description.outputs in ("logits", "probabilities")
         yield (
             Subject(
-                model,
-                description.inputs,
-                held,
-                description.outputs,
-                description.preprocessing,
-                Continuation(model, text, logits=logits) if speaks and text is not None else None,
+                model=model,
+                signature=description.inputs,
+                samples=held,
+                outputs=description.outputs,
+                preprocessing=description.preprocessing,
+                generate=Continuation(model, text, logits=logits) if speaks and text is not None else None,
             ),
             trained.inputs,
         )
 
 
-def _first(source: Any, count: int, config: Config, splits: DataSplits, backend: Backend) -> Samples:
+def _first(source: Any, count: int, *, config: Config, splits: DataSplits, backend: Backend) -> Samples:
     """Return the first samples of a source, prepared for the model."""
     steps = config.training.validation_steps or count
     batches: list[Any] = []

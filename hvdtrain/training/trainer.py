@@ -383,8 +383,12 @@ class Trainer(TrainerCore):
                 f"Trainer.export writes models that a rank holds whole; these are split along {split}. Write "
                 "trainer.save(folder), and then: python -m hvdtrain export FOLDER --model MODULE:FUNCTION"
             )
+        if not (self.model.built or self.model.weights):
+            raise ConfigError("The model has no variables yet: call fit, evaluate or predict before export.")
         self.load_pending()
-        if self._rule is not None or is_built_sharded(self.model):
+        if self._rule is not None:
+            self.consolidate()
+        elif is_built_sharded(self.model):
             self.rule.consolidate()
         self._broadcast_first_weights()
         with self.averaged_weights():

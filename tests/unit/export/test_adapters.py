@@ -54,6 +54,10 @@ def test_a_file_has_the_adapters_alone(tmp_path):
     hvdtrain.lora(other, 2)
     hvdtrain.load_lora(other, tmp_path / "a.safetensors")
     np.testing.assert_array_equal(other.predict(x, verbose=0), net.predict(x, verbose=0))
+    other = model()
+    hvdtrain.lora(other, 2, alpha=16)
+    with pytest.raises(CheckpointError, match=r"is of adapters with alpha=2.0. Those of the model have 16.0"):
+        hvdtrain.load_lora(other, tmp_path / "a.safetensors")
     for rank, named in ((4, "query|value"), (2, "query")):
         wrong = model()
         hvdtrain.lora(wrong, rank, layers=named)
@@ -70,6 +74,17 @@ def test_a_merged_model_is_saved_as_any_other(tmp_path):
     loaded = keras.saving.load_model(tmp_path / "m.keras")
     np.testing.assert_array_equal(loaded.predict(x, verbose=0), net.predict(x, verbose=0))
     assert len(loaded.weights) == len(model().weights)
+
+
+def test_a_frozen_model_trains_its_adapters_and_no_statistics():
+    inputs = keras.Input((4,))
+    net = keras.Model(inputs, layers.Dense(2, name="last")(layers.BatchNormalization(name="norm")(inputs)))
+    net.trainable = False
+    hvdtrain.lora(net, 1, layers="last")
+    assert len(net.trainable_variables) == 2
+    net.compile("sgd", "mse")
+    net.fit(np.ones((8, 4)) * 3, np.ones((8, 2)), verbose=0)
+    np.testing.assert_array_equal(net.get_layer("norm").moving_mean, np.zeros(4))
 
 
 def test_what_can_have_no_adapters_is_refused():
@@ -89,4 +104,16 @@ def test_what_can_have_no_adapters_is_refused():
             call(net)
     hvdtrain.lora(net)
     with pytest.raises(ConfigError, match="The model has adapters already"):
+        hvdtrain.lora(net)
+    net = model()
+    net.quantize("int8")
+    with pytest.raises(ConfigError, match=r"lora gives no adapter to the layer .*, which is quantized: leave it out"):
+        hvdtrain.lora(net)
+    held = keras.Sequential([keras.Input((4,)), layers.Dense(4, kernel_constraint="non_neg", name="held")])
+    with pytest.raises(ConfigError, match="which has a constraint: leave it out"):
+        hvdtrain.lora(held, layers="held")
+    assert len(held.trainable_variables) == 2  # nothing was frozen
+    net = model()
+    hvdtrain.prune(net, layers="last")
+    with pytest.raises(ConfigError, match=r"The model is pruned: call hvdtrain.finish_pruning"):
         hvdtrain.lora(net)

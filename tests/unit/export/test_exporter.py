@@ -19,7 +19,7 @@ from hvdtrain.export import formats, tensors
 from hvdtrain.export.exporter import Quantization, Subject, export
 from hvdtrain.export.formats import Format, checked
 from hvdtrain.export.single import export_one
-from hvdtrain.export.verify import Samples
+from hvdtrain.export.verify import Samples, difference
 
 SUFFIXES = {"savedmodel": "", "keras": ".keras", "safetensors": ".safetensors"}
 """Of the formats that need no other package."""
@@ -129,7 +129,7 @@ def test_a_model_of_a_class_of_its_own_shows_its_inputs_by_samples(tmp_path):
     with pytest.raises(ConfigError, match="give export samples=x"):
         export_one(model, tmp_path / "own", "savedmodel")
     written = export_one(model, tmp_path / "own", "savedmodel", x)
-    assert written.takes == "inputs float32 [n, 5], inputs float32 [n, 5]"
+    assert written.takes == "inputs_000 float32 [n, 5], inputs_001 float32 [n, 5]"
     assert written.difference < 1e-6
 
 
@@ -151,6 +151,51 @@ def test_a_file_of_other_weights_is_found_out(tmp_path, monkeypatch):
         export_one(digits(), tmp_path / "m2.keras", "keras")
 
 
+def test_numbers_that_are_none_are_found_out(tmp_path):
+    model = digits()
+    model.layers[-1].bias.assign(np.full(10, 1e30))  # infinite in 16 bits
+    targets = {"safetensors": tmp_path / "m.safetensors"}
+    (_, written), _ = export(
+        replace(subject_of_digits(model), samples=Samples(np.ones((4, 8, 8, 1), np.float32))),
+        targets,
+        Quantization("float16"),
+    )
+    assert written.fault.startswith("its outputs differ by inf of the largest")
+    assert difference([np.array([np.nan])], np.array([1.0])) == np.inf
+    assert difference([np.array([np.nan])], np.array([np.nan])) == 0
+
+
+def test_a_model_that_is_compiled_adapted_or_of_16_bits_goes_into_every_format(tmp_path):
+    def own_loss(y_true, y_pred):
+        return keras.ops.mean(keras.ops.square(y_true - y_pred), -1)
+
+    inputs = keras.Input((4,))
+    adapted = layers.Normalization()
+    adapted.adapt(np.random.default_rng(0).normal(5, 3, (50, 4)))
+    hidden = layers.Dense(8, dtype="bfloat16")(adapted(inputs))
+    model = keras.Model(inputs, layers.Dense(2, dtype="bfloat16")(hidden))
+    model.compile("adam", own_loss)
+    for name in ("safetensors", "savedmodel"):
+        written = export_one(model, tmp_path / f"m{SUFFIXES[name]}", name, [[1, 2, 3, 4.5], [5, 6, 7, 8]])
+        assert written.takes == "inputs float32 [n, 4]"
+        assert written.difference < 1e-2
+    loaded = tensors.load(tmp_path / "m.safetensors")
+    np.testing.assert_array_equal(loaded.layers[1].mean, adapted.mean)
+    assert not loaded.compiled
+
+
+def test_labels_and_weights_of_any_form_are_counted():
+    shares = np.array([[0.9, 0.2], [0.4, 0.8]])
+    assert Samples(None, np.array([0, 1])).accuracy(shares, "probabilities") == 1
+    assert Samples(None, np.array([[1, 0], [1, 1]])).accuracy(shares, "binary_probabilities") == 0.75
+    assert Samples(None, np.array([[0], [1]])).accuracy(shares, "binary_probabilities") == 1
+    tokens = np.zeros((2, 3), int)
+    scores = np.eye(2)[np.array([[0, 0, 1], [1, 1, 1]])]
+    assert Samples(None, tokens).accuracy(scores, "logits") == pytest.approx(2 / 6)
+    assert Samples(None, tokens, np.array([1.0, 0.0])).accuracy(scores, "logits") == pytest.approx(2 / 3)
+    assert Samples(None, np.eye(2)[[0, 0]]).accuracy(shares, "probabilities") == 0.5
+
+
 def test_a_loss_of_accuracy_is_found_out(tmp_path):
     subject = subject_of_digits(digits())
     hidden, last = subject.model.layers[-2:]
@@ -166,6 +211,20 @@ def test_a_loss_of_accuracy_is_found_out(tmp_path):
         written.fault
         == f"accuracy {written.accuracy:.4f} is {1 - written.accuracy:.4f} below the model's (at most 0.01)"
     )
+
+
+class Sized(Own):
+    def __init__(self, size):
+        super().__init__()
+        self.size = size
+
+
+def test_a_model_without_a_config_goes_into_formats_that_need_none(tmp_path):
+    model, x = Sized(object()), [np.ones((4, 5), np.float32), np.ones((4, 5), np.float32)]
+    model(x)
+    with pytest.raises(ConfigError, match="--format safetensors needs the config of Sized: "):
+        export_one(model, tmp_path / "m.safetensors", "safetensors", x)
+    assert export_one(model, tmp_path / "own", "savedmodel", x).difference < 1e-6
 
 
 class NoConfig(layers.Layer):

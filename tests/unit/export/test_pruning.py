@@ -74,6 +74,23 @@ def test_a_pattern_keeps_two_of_four(name):
     )
 
 
+def test_a_pattern_goes_along_what_attention_sums_over():
+    keras.utils.set_random_seed(0)
+    x = keras.Input((6, 8))
+    attention = layers.MultiHeadAttention(4, 4, name="attention")
+    net = keras.Model(x, attention(x, x))
+    kernels = [attention.query_dense, attention.output_dense]
+    before = [layer.kernel.numpy() for layer in kernels]
+    hvdtrain.prune(net, pattern="2:4")
+    net.compile(keras.optimizers.SGD(0.0), "mse")
+    net.fit(np.ones((2, 6, 8)), np.ones((2, 6, 8)), verbose=0)
+    groups = before[0].reshape(2, 4, 4, 4)  # [features, heads, key] by four features
+    expected = np.where(np.abs(groups).argsort(1).argsort(1) < 2, 0, groups).reshape(8, 4, 4)
+    np.testing.assert_array_equal(kernels[0].kernel, expected)
+    groups = before[1]  # [heads, key, features] by the four values of a head
+    np.testing.assert_array_equal(kernels[1].kernel, np.where(np.abs(groups).argsort(1).argsort(1) < 2, 0, groups))
+
+
 def test_constraints_that_were_there_go_first():
     net = model(kernel_constraint=keras.constraints.UnitNorm())
     hvdtrain.prune(net, 0.5, layers="hidden")
