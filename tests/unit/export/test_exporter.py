@@ -13,6 +13,7 @@ from keras import layers
 from safetensors.numpy import save_file
 
 import hvdtrain
+from hvdtrain.backends.single import SingleBackend
 from hvdtrain.config.errors import CheckpointError, ConfigError, ExportError
 from hvdtrain.data.preprocessing import ImageInputs, Preprocessing
 from hvdtrain.export import formats, tensors
@@ -297,6 +298,23 @@ def test_nothing_is_overwritten(tmp_path):
         export_one(digits(), tmp_path / "m.keras", "keras")
     with pytest.raises(ConfigError, match="cannot be written"):
         export_one(digits(), tmp_path / "m.keras" / "n.keras", "keras")
+
+
+def test_a_trainer_that_waits_for_its_variables_exports_nothing(tmp_path, session):
+    first = hvdtrain.Trainer(Own(), "sgd", "mse", backend=SingleBackend(session))
+    x = [np.ones((4, 5), np.float32), np.ones((4, 5), np.float32)]
+    first.fit(x, np.ones((4, 3)), batch=4, verbose=0)
+    first.save(tmp_path / "states")
+    waiting = hvdtrain.Trainer(Own(), "sgd", "mse", backend=SingleBackend(session))
+    waiting.restore(tmp_path / "states")
+    with pytest.raises(
+        ConfigError, match="The model has no variables yet: call fit, evaluate or predict before export"
+    ):
+        waiting.export(tmp_path / "served", samples=x)
+    np.testing.assert_array_equal(waiting.predict(x), first.predict(x))
+    assert waiting.export(tmp_path / "served", samples=x).difference < 1e-6
+    served = tf.saved_model.load(str(tmp_path / "served"))
+    np.testing.assert_allclose(served.serve(x), first.predict(x), rtol=1e-6)
 
 
 @pytest.mark.parametrize("change", [hvdtrain.prune, lambda model: hvdtrain.lora(model, 2, layers="dense")])
