@@ -13,11 +13,9 @@ from hvdtrain.checkpoint.naming import checkpoints_at, numbered
 from hvdtrain.checkpoint.selection import damaged_ones
 from hvdtrain.checkpoint.tensor_files import SliceReader
 from hvdtrain.cli.parser import Parser, shows_help
-from hvdtrain.cli.running import run_command, run_here, run_on_all_ranks
-from hvdtrain.config.errors import CheckpointError, ConfigError, on_command_line
+from hvdtrain.cli.running import run_alone, run_command, run_here
+from hvdtrain.config.errors import CheckpointError, on_command_line
 from hvdtrain.config.runtime import RuntimeConfig
-from hvdtrain.runtime.failures import show_failure
-from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.session import Session
 
 COMMANDS = {
@@ -141,15 +139,8 @@ def export_main(argv: list[str]) -> int:
     """Export a checkpoint and return the exit code."""
     if shows_help(_export_parser(), argv):
         return 0
-    environment = detect_environment()
-    if environment.size > 1:
-        error = ConfigError(
-            f"checkpoint export runs in one process. Received: {environment.size}, started by {environment.launcher}."
-        )
-        return show_failure(environment, error, wording=on_command_line)
-    return run_on_all_ranks(
-        lambda files: _export_parser().parse_args(argv), lambda _: (RuntimeConfig(backend="single"), {}), _export
-    )
+    runtime = RuntimeConfig(backend="single")
+    return run_alone("checkpoint export", lambda files: _export_parser().parse_args(argv), _export, runtime=runtime)
 
 
 def _export_parser() -> Parser:

@@ -5,11 +5,9 @@ import re
 from pathlib import Path
 
 from hvdtrain.cli.parser import Parser, positive, shows_help
-from hvdtrain.cli.running import run_on_all_ranks
+from hvdtrain.cli.running import run_alone
 from hvdtrain.config.errors import ConfigError, on_command_line
 from hvdtrain.config.runtime import RuntimeConfig
-from hvdtrain.runtime.failures import show_failure
-from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.session import Session
 
 NAMES = {"savedmodel": "saved_model"}
@@ -35,19 +33,13 @@ def main(argv: list[str]) -> int:
     """Export a model and return the exit code: 1 if a file is not what was trained, 2 for a mistake."""
     if shows_help(_parser(), argv):
         return 0
-    environment = detect_environment()
-    if environment.size > 1:
-        error = ConfigError(
-            f"export runs in one process. Received: {environment.size}, started by {environment.launcher}."
-        )
-        return show_failure(environment, error, wording=on_command_line)
     faults: list[str] = []
     # One thread: the model is timed beside runtimes that have one.
-    runtime = RuntimeConfig(backend="single", threads=1)
-    code = run_on_all_ranks(
+    code = run_alone(
+        "export",
         lambda files: _parser().parse_args(argv),
-        lambda _: (runtime, {}),
         lambda session, arguments: faults.extend(_export(session, arguments)),
+        runtime=RuntimeConfig(backend="single", threads=1),
     )
     return code or int(bool(faults))
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TypeVar
 
-from hvdtrain.config.errors import UserError, on_command_line
+from hvdtrain.config.errors import ConfigError, UserError, on_command_line
 from hvdtrain.config.files import FilesRead, decoded
 from hvdtrain.config.observability import TraceConfig
 from hvdtrain.config.registry import resolve, suggestion
@@ -136,6 +136,21 @@ def run_linked(
     finally:
         log.close()
     return 0
+
+
+def run_alone(
+    verb: str,
+    parse: Callable[[FilesRead], T],
+    action: Callable[[Session, T], None],
+    runtime: RuntimeConfig,
+) -> int:
+    """Run a verb like `run_on_all_ranks`, in one process: started as several it is refused. Return the exit code."""
+    environment = detect_environment()
+    if environment.size > 1:
+        received = f"Received: {environment.size}, started by {environment.launcher}."
+        error = ConfigError(f"{verb} runs in one process. {received}")
+        return show_failure(environment, error, wording=on_command_line)
+    return run_on_all_ranks(parse, lambda _: (runtime, {}), action)
 
 
 def parsed_on_all_ranks(

@@ -64,7 +64,7 @@ class Exported:
     """The format; `model` for the model itself."""
     precision: str
     takes: str
-    """Its inputs."""
+    """Names, dtypes and shapes of the inputs."""
     path: Path | None = None
     """None for the model itself, and where it could not be written."""
     bytes: int = 0
@@ -168,22 +168,25 @@ class _Exporting:
             takes=_takes(serving),
         )
 
+    @property
+    def _calibration(self) -> Any:
+        given = self._quantization.calibration
+        return self._subject.samples.inputs if given is None else given
+
     def quantize(self) -> None:
-        wanted, samples = self._quantization, self._subject.samples
-        calibration = samples.inputs if wanted.calibration is None else wanted.calibration
-        self.quantized = quantize(self._subject.model, wanted.mode, wanted.layers, calibration)
+        wanted = self._quantization
+        self.quantized = quantize(self._subject.model, wanted.mode, wanted.layers, samples=self._calibration)
 
     def written(self, name: str, chosen: Format, path: Path) -> Exported:
         """Write a file, check it, and give it its name."""
         subject, wanted = self._subject, self._quantization
         serving = self._serving(serves=chosen.serves, strings=chosen.strings)
         inputs = serving.raw_of(subject.samples.inputs)
-        calibration = subject.samples.inputs if wanted.calibration is None else wanted.calibration
         contents = Contents(
             serving=serving,
             trained=subject.model,
             mode=wanted.mode,
-            samples=serving.raw_of(calibration),
+            samples=serving.raw_of(self._calibration),
             config=self._config,
             generate=subject.generate,
         )

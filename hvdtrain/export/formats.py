@@ -24,7 +24,7 @@ class Contents:
     trained: keras.Model
     """The model alone, which takes prepared inputs."""
     mode: str
-    """How weights are stored: `float32`, or one of `quantize.MODES`."""
+    """How weights are stored: `float32`, `float16`, or one of `quantize.OF_KERAS`."""
     samples: Any
     """A nest of arrays [samples, …] like the inputs of `serving`, by which ranges are calibrated."""
     config: str
@@ -38,7 +38,7 @@ class Format:
     """A format of exported models."""
 
     suffix: str
-    """Of the file; none: a folder."""
+    """End of the file's name; none: a folder."""
     write: Callable[[Contents, Path], object]
     modes: Sequence[str]
     """Precisions that it holds."""

@@ -19,7 +19,6 @@ FLOAT32, FLOAT16 = "float32", "float16"
 CALIBRATED = ("gptq", "awq")
 """Modes of Keras that need samples, and a model of blocks that follow one another."""
 OF_KERAS = ("int8", "int4", "float8", *CALIBRATED)
-MODES = (FLOAT16, *OF_KERAS)
 
 
 def quantize(model: keras.Model, mode: str, layers: str | None, samples: Any) -> str:
