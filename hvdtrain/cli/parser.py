@@ -363,6 +363,7 @@ TITLES = {
     "training": "length of the run, precision, memory",
     "exchange": "how gradients travel",
     "update": "how gradients become weights",
+    "tuning": "other weights, zeros, adapters, a teacher",
     "pipeline": "layers that are shared among ranks",
     "bad_steps": "NaN, infinity and spikes of the loss",
     "desync": "ranks whose weights differ",
@@ -389,7 +390,7 @@ def overview(config: Config, files: Any, name: str | None) -> str:
     lines = [
         "usage: python -m hvdtrain [train] [RECIPE] [--option value ...]",
         f"Trains the recipe {name or config.recipe}, whose values are in brackets, or goes on with a run.",
-        *(_line(option) for option in (*options_of(files), *(known[flag] for flag in COMMON))),
+        *(_line(option, known) for option in (*options_of(files), *(known[flag] for flag in COMMON))),
         "Other options; --help GROUP explains those of a group, --help all every one:",
     ]
     for group, options in groups.items():
@@ -398,12 +399,17 @@ def overview(config: Config, files: Any, name: str | None) -> str:
     return "\n".join(lines)
 
 
-def _line(option: Option) -> str:
-    """Return an option in one line: the first sentence of its help, and its default."""
+def _line(option: Option, known: Mapping[str, Option]) -> str:
+    """Return an option in one line: the first sentence of its help, and its default with its arguments."""
     typed = f"{option.flag} {'NAME' if option.choices else option.value.split()[0]}"
     meaning = option.help.partition(". ")[0].rstrip(".").partition(";")[0]
-    default = "" if option.default in (None, ()) or isinstance(option.default, dict) else f" [{option.default}]"
-    return f"  {typed:<22} {textwrap.shorten(meaning, _columns() - 25 - len(default), placeholder=' …')}{default}"
+    arguments = known.get(f"{option.flag}-args")
+    own = f" {arguments.shown_default}" if arguments is not None and arguments.default else ""
+    default = "" if option.default in (None, ()) or isinstance(option.default, dict) else f" [{option.default}{own}]"
+    room = _columns() - 25 - len(default)
+    if room < len(" …"):
+        return f"  {typed}{default}"
+    return f"  {typed:<22} {textwrap.shorten(meaning, room, placeholder=' …')}{default}"
 
 
 def group_help(config: Config, group: str) -> str:

@@ -7,13 +7,14 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.cli.parser import Parser, group_help, overview, parse_options, sections_of, wrapped
+from hvdtrain.cli.parser import Parser, group_help, overview, parse_options, sections_of
 from hvdtrain.cli.running import import_tensorflow_for_cpu, run_here, run_on_all_ranks
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.config.files import FilesRead, apply_values, digest, read_values
 from hvdtrain.config.parallel import DATA_AXES, parse_axes
-from hvdtrain.config.run import NAMED_WITH_ARGUMENTS, Config, without_foreign_arguments
+from hvdtrain.config.run import Config, without_foreign_arguments
 from hvdtrain.config.runtime import RuntimeConfig
+from hvdtrain.config.tuning import TuningConfig
 from hvdtrain.recipes import DEFAULT, RECIPES, describe, recipe, run_name
 from hvdtrain.runs.folder import RunFolder, check_located, given_here, located, start_folder
 from hvdtrain.runtime.control.agreement import on_first
@@ -29,8 +30,11 @@ FREE_OPTIONS = {
     "training": ("epochs", "max_steps", "accumulate", "jit", "recompute"),
     "data": ("on_bad_record", "cache", "data_threads", "data_memory_mb"),
     "model": ("embedding_sharding", "sequence_parallel"),
+    "tuning": ("teacher",),
 }
 """By section: the length of the run, how samples are read, and what each rank holds and computes at a time."""
+RUNS_BEFORE = ("weights", "teacher")
+"""Options that name the folder of another run."""
 PLACES = ("path", "validation_path")
 """Arguments for the location of samples, which are compared with those that the run began with."""
 AUTO = Path("auto")
@@ -100,17 +104,25 @@ def parse(argv: list[str], read: FilesRead | None = None) -> Request:
     name, flags = _recipe_name(argv)
     given = parse_options(flags, "train", {"files": Files, "": Config, **sections_of(Config(""))})
     named = given.pop("").get("recipe")
+    given["tuning"] |= {name: _absolute(given["tuning"][name]) for name in RUNS_BEFORE if given["tuning"].get(name)}
     files, read = Files(**given.pop("files")), read or FilesRead()
     start = _start(files, read)
     base = located(_base(name, files, read), start)
     if named not in (None, base.recipe):
         raise ConfigError(f"The recipe is the first word: python -m hvdtrain {named}.")
     config = _override(without_foreign_arguments(base, _override(base, given)), given)
-    if files.resumed is not None:
+    resumed = files.resumed
+    if resumed is not None:
         # Only the location is given on resume; the other arguments stay.
         merged = {**base.data.data_args, **config.data.data_args}
         config = replace(config, data=replace(config.data, data_args=merged))
-        _check_resume(base, config, files.resumed)
+        if _begins_anew(base.tuning, config.tuning):
+            tuning = replace(config.tuning, weights=_absolute(resumed))
+            files, config = replace(files, resume=None), replace(config, tuning=tuning)
+        elif files.run_dir is not None:
+            raise ConfigError("--resume goes on with a run as it was, in its folder: it takes no --run-dir.")
+        else:
+            _check_resume(base, config, resumed)
     if start is not None:
         config = check_located(given_here(base, config), start)
     return Request(config, files, start)
@@ -139,8 +151,8 @@ def _base(name: str | None, files: Files, read: FilesRead) -> Config:
     if files.resume == AUTO and files.run_dir is None:
         raise ConfigError("--resume auto needs --run-dir: the folder of the run to go on with, or to start.")
     if files.resumed is not None:
-        if name is not None or files.config is not None or files.run_dir is not None:
-            raise ConfigError("--resume goes on with a run as it was: it takes no recipe, --config or --run-dir.")
+        if name is not None or files.config is not None:
+            raise ConfigError("--resume goes on with a run as it was: it takes no recipe and no --config.")
         from hvdtrain.runs.folder import opened
 
         return opened(files.resumed, "--resume", read)[1]
@@ -152,6 +164,17 @@ def _base(name: str | None, files: Files, read: FilesRead) -> Config:
         raise ConfigError(f"--config {files.config} is of the recipe {declared!r}, not of {name!r}.")
     base, origin = recipe(str(declared)), f"--config {files.config}"
     return apply_values(without_foreign_arguments(base, apply_values(base, values, origin)), values, origin)
+
+
+def _begins_anew(before: TuningConfig, chosen: TuningConfig) -> bool:
+    """Return whether a run with these options begins with the weights of the one before, in a folder of its own."""
+    return replace(chosen, teacher=None) != replace(before, teacher=None) or (
+        before.teacher is None and chosen.teacher is not None
+    )
+
+
+def _absolute(place: str | Path) -> str:
+    return str(Path(place).expanduser().absolute())
 
 
 def _check_resume(base: Config, config: Config, run: Path) -> None:
@@ -231,13 +254,6 @@ def _help(argv: list[str]) -> int:
     place = next(place for place, word in enumerate(flags) if word in ("-h", "--help"))
     group = "".join(flags[place + 1 : place + 2])
     print(group_help(config, group) if group and group[0] != "-" else overview(config, Files, name))
-    words = []
-    for part, _, arguments in NAMED_WITH_ARGUMENTS:
-        pairs = getattr(getattr(config, part), arguments).items()
-        if pairs:
-            words += [f"--{arguments.replace('_', '-')}", *(str(word) for pair in pairs for word in pair)]
-    if words:
-        print("\n".join(wrapped(f"Its own arguments: {' '.join(words)}")))
     return 0
 
 

@@ -13,6 +13,7 @@ from hvdtrain.config.options import check, section
 from hvdtrain.config.parallel import PipelineConfig, parse_axes
 from hvdtrain.config.runtime import ElasticConfig, RuntimeConfig
 from hvdtrain.config.training import BadStepConfig, DesyncConfig, ExchangeConfig, TrainingConfig, UpdateConfig
+from hvdtrain.config.tuning import TuningConfig
 
 
 @section
@@ -27,6 +28,7 @@ class Config:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
     update: UpdateConfig = field(default_factory=UpdateConfig)
+    tuning: TuningConfig = field(default_factory=TuningConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     bad_steps: BadStepConfig = field(default_factory=BadStepConfig)
     desync: DesyncConfig = field(default_factory=DesyncConfig)

@@ -6,12 +6,11 @@ from typing import Any
 
 import keras
 from safetensors import safe_open
-from safetensors.numpy import save_file
 
 from hvdtrain.compat.keras import flatten_layers
 from hvdtrain.config.errors import CheckpointError, ConfigError
 from hvdtrain.export.pruning import pruned_layers
-from hvdtrain.export.tensors import quantization_of
+from hvdtrain.export.tensors import quantization_of, write_arrays
 from hvdtrain.state.structure import structure_of
 
 ALPHA = "alpha"
@@ -36,7 +35,7 @@ def lora(model: keras.Model, rank: int = 8, *, layers: str = "query|value", alph
 
     Example::
 
-        hvdtrain.lora(model, 8, layers="query|value")
+        hvdtrain.lora(model, 8, layers="dense")
         hvdtrain.Trainer(model, "adam", loss).fit(x, y)
     """
     if rank < 1:
@@ -77,6 +76,13 @@ def merge_lora(model: keras.Model) -> None:
 
     Raises:
         ConfigError: the model has no adapters.
+
+    Example::
+
+        hvdtrain.lora(model, 4, layers="dense")
+        hvdtrain.Trainer(model, "adam", loss).fit(x, y)
+        hvdtrain.merge_lora(model)
+        model.export("saved")
     """
     for layer in _with_adapters(model):
         kind = "embeddings" if isinstance(layer, keras.layers.Embedding) else "kernel"
@@ -95,8 +101,16 @@ def save_lora(model: keras.Model, path: str | Path) -> None:
 
     Raises:
         ConfigError: the model has none.
+
+    Example::
+
+        hvdtrain.lora(model, 4, layers="dense")
+        hvdtrain.Trainer(model, "adam", loss).fit(x, y)
+        if hvdtrain.rank() == 0:
+            hvdtrain.save_lora(model, "adapters.safetensors")
     """
-    save_file({name: weight.numpy() for name, weight in _adapters(model).items()}, path, {ALPHA: _alpha(model)})
+    arrays = {name: weight.numpy() for name, weight in _adapters(model).items()}
+    write_arrays(arrays, path, {ALPHA: _alpha(model)})
 
 
 def load_lora(model: keras.Model, path: str | Path) -> None:
@@ -105,6 +119,12 @@ def load_lora(model: keras.Model, path: str | Path) -> None:
     Raises:
         CheckpointError: the file is of other adapters.
         ConfigError: the model has none.
+
+    Example::
+
+        hvdtrain.lora(model, 4, layers="dense")
+        hvdtrain.save_lora(model, "adapters.safetensors")
+        hvdtrain.load_lora(model, "adapters.safetensors")
     """
     adapters = _adapters(model)
     with safe_open(path, framework="np") as file:
@@ -120,8 +140,13 @@ def load_lora(model: keras.Model, path: str | Path) -> None:
         weight.assign(stored[name])
 
 
+def adapted_layers(model: keras.Model) -> list[Any]:
+    """Return the layers that have an adapter."""
+    return [layer for layer in flatten_layers(model) if getattr(layer, "lora_enabled", False)]
+
+
 def _with_adapters(model: keras.Model) -> list[Any]:
-    found = [layer for layer in flatten_layers(model) if getattr(layer, "lora_enabled", False)]
+    found = adapted_layers(model)
     if not found:
         raise ConfigError("The model has no adapters: hvdtrain.lora(model) gives it some.")
     return found

@@ -40,7 +40,8 @@ def prune(
         model: a built model.
         sparsity: the share of each kernel's weights that become zero; None: 0.8, with a pattern 0.5.
         layers: an expression that is searched for in the paths of layers; None: all Dense, EinsumDense, convolutions.
-        pattern: `2:4` keeps the two largest of four neighbours along a kernel's inputs; None: weights anywhere.
+        pattern: `2:4` keeps at most the two largest of four neighbours along a kernel's inputs, and of these as many as
+            `sparsity` leaves; None: weights anywhere.
         begin: first step at which weights are taken.
         steps: steps until the full sparsity; 0: at once.
         every: steps between two choices of weights until then.
@@ -57,9 +58,9 @@ def prune(
     if pattern not in (None, PATTERN):
         raise ConfigError(f"prune takes pattern={PATTERN!r} or None. Received: {pattern!r}.")
     sparsity = (0.5 if pattern else 0.8) if sparsity is None else sparsity
-    if not 0 < sparsity < 1 or (pattern and sparsity != 0.5):
+    if not 0 < sparsity < 1 or (pattern and sparsity < 0.5):
         raise ConfigError(
-            f"prune takes a sparsity between 0 and 1, and with the pattern {PATTERN} 0.5. Received: {sparsity}."
+            f"prune takes a sparsity between 0 and 1, and with the pattern {PATTERN} from 0.5. Received: {sparsity}."
         )
     if min(begin, steps) < 0 or every < 1:
         received = f"begin={begin}, steps={steps}, every={every}"
@@ -134,17 +135,18 @@ class Pruned(keras.constraints.Constraint):
         return value * tf.cast(chosen, value.dtype)
 
     def _chosen(self, value: Any, share: Any) -> Any:
-        """Return a new mask: 0 for the smallest of all weights, or of each group. Ties go by place."""
-        if self._pattern is None:
-            size = value.shape.num_elements()
-            places = _ranks(tf.reshape(tf.abs(value), [-1]))
-            kept = places >= tf.cast(tf.round(share * size), places.dtype)
-        else:
+        """Return a new mask: 0 for the smallest of all weights, and of each group. Ties go by place."""
+        sizes = tf.abs(value)
+        if self._pattern is not None:
             order = [*(dim for dim in range(len(value.shape)) if dim not in self._inputs), *self._inputs]
-            moved = tf.transpose(tf.abs(value), order)  # neighbours along the inputs are neighbours in memory
+            moved = tf.transpose(sizes, order)  # neighbours along the inputs are neighbours in memory
             kept = tf.reshape(_ranks(tf.reshape(moved, [-1, GROUP])) >= GROUP // 2, tf.shape(moved))
             kept = tf.transpose(kept, [order.index(dim) for dim in range(len(order))])
-        return tf.cast(tf.reshape(kept, value.shape), tf.uint8)
+            sizes = tf.where(kept, sizes, -tf.ones_like(sizes))  # below a weight that is zero
+        places = _ranks(tf.reshape(sizes, [-1]))
+        lost = tf.cast(tf.round(share * value.shape.num_elements()), places.dtype)
+        chosen = tf.reshape(places >= lost, value.shape)
+        return tf.cast(chosen if self._pattern is None else chosen & kept, tf.uint8)
 
     def get_config(self) -> dict[str, Any]:
         """Refuse to be a part of a model's config: its masks are weights of layers."""
@@ -157,7 +159,14 @@ def _ranks(values: Any) -> Any:
 
 
 def finish_pruning(model: keras.Model) -> float:
-    """Take masks and constraints off a model, whose zeros stay, and return the share of zeros in the pruned kernels."""
+    """Take masks and constraints off a model, whose zeros stay, and return the share of zeros in the pruned kernels.
+
+    Example::
+
+        hvdtrain.prune(model, 0.5)
+        hvdtrain.Trainer(model, "adam", loss).fit(x, y)
+        print(hvdtrain.finish_pruning(model))
+    """
     zeros, size = 0, 0
     for layer in pruned_layers(model):
         kernel, constraint = layer.kernel, layer.kernel.constraint

@@ -64,7 +64,15 @@ def write(model: keras.Model, path: Path, config: str, *, half: bool = False) ->
         cure = "call hvdtrain.finish_pruning(model), or hvdtrain.merge_lora(model), before"
         raise ExportError(f"{training} is a part of training: {cure}.")
     arrays |= {f"{STATES}{place}": state for place, state in states_of(layers_with_states(model)).items()}
-    save_file(arrays, path, {CONFIG: config, QUANTIZED: json.dumps(quantized_layers(model))})
+    write_arrays(arrays, path, {CONFIG: config, QUANTIZED: json.dumps(quantized_layers(model))})
+
+
+def write_arrays(arrays: dict[str, np.ndarray], path: str | Path, metadata: dict[str, str]) -> None:
+    """Write a safetensors file that others may read as far as the user's files may."""
+    Path(path).touch()
+    mode = Path(path).stat().st_mode
+    save_file(arrays, path, metadata)  # makes one for its owner alone
+    Path(path).chmod(mode)
 
 
 def load(path: str | Path) -> Any:

@@ -25,7 +25,7 @@ from hvdtrain.export.verify import Samples
 from hvdtrain.observability.summary import draft_of
 from hvdtrain.runs import folder
 from hvdtrain.runs.description import read_description
-from hvdtrain.runs.folder import RunFolder, opened
+from hvdtrain.runs.folder import RunFolder, opened, run_of
 from hvdtrain.runs.run_data import evaluation_of, loaded_splits
 from hvdtrain.runs.trainers import trained_model
 from hvdtrain.runtime.placement import whole_box
@@ -68,7 +68,7 @@ def export(session: Session, folder: Path, which: str, file: Path | None, builde
         CheckpointError: there is no such checkpoint, it is damaged, or it is of another model.
         ConfigError: a file that exists, or whose end says nothing; a builder that is missing, or not needed.
     """
-    run = _run_of(folder)
+    run = run_of(folder)
     path = located(folder, which)
     file = file or folder / f"{path.name}{ARRAYS if run is None and builder is None else '.keras'}"
     suffix = _suffix(file)
@@ -93,15 +93,6 @@ def export(session: Session, folder: Path, which: str, file: Path | None, builde
         names = {keras.saving.get_registered_name(type(layer)) for layer in flatten_layers(built)}
     own = sorted(name.removeprefix(_OWN) for name in names if name.startswith(_OWN))
     return Written(file, own if suffix == ".keras" else [])
-
-
-def _run_of(folder: Path) -> RunFolder | None:
-    """Return the run in `folder`, or whose checkpoints these are; None if they are a script's."""
-    resolved = folder.resolve()
-    for path in (resolved, *[above.parent for above in (resolved, resolved.parent) if above.name == "checkpoints"]):
-        if RunFolder(path).config.is_file():
-            return RunFolder(path)
-    return None
 
 
 def _suffix(file: Path) -> str:
@@ -193,7 +184,7 @@ def subject_of(
         ConfigError: neither a run nor a model; a builder that is missing, or not needed.
         DataError: the run's data are not there.
     """
-    run = None if place.is_file() else _run_of(place)
+    run = None if place.is_file() else run_of(place)
     if run is None:
         yield subject_of_model(_model_in(place, which, builder), count=samples), None
         return

@@ -41,8 +41,19 @@ class RunFolder:
         self.tensorboard = path / "tensorboard"
         self.model = path / "model.keras"
         """The trained model, for Keras."""
+        self.adapters = path / "adapters.safetensors"
+        """Adapters of the trained model alone, for `hvdtrain.load_lora`."""
         self.curves = path / "curves.png"
         """Loss and accuracy over steps."""
+
+
+def run_of(folder: Path) -> RunFolder | None:
+    """Return the run in `folder`, or whose checkpoints these are; None if they are a script's."""
+    resolved = folder.resolve()
+    for path in (resolved, *[above.parent for above in (resolved, resolved.parent) if above.name == "checkpoints"]):
+        if RunFolder(path).config.is_file():
+            return RunFolder(path)
+    return None
 
 
 def default_path(name: str) -> Path:

@@ -42,6 +42,7 @@ from hvdtrain.runs.run_files import (
     write_start,
 )
 from hvdtrain.runs.trainers import run_trainer
+from hvdtrain.runs.tuning import student_of
 from hvdtrain.runtime.logs import LOGGER
 from hvdtrain.runtime.session import Session
 from hvdtrain.state.train_state import TrainState
@@ -106,14 +107,16 @@ def _train(
     data = source.training
     plan = _plan(config, data.steps_per_epoch)
     check_passes(data, plan.total_steps)
-    trainer = run_trainer(config, source, backend)
-    trainer.build(data)
     folder, kept = RunFolder(path), config.checkpoint
     begun = StartFiles(folder, lock)
     checkpoints = Checkpointer(
         folder.checkpoints, kept.keep, backend, keep_every_hours=kept.keep_every_hours, before=begun.restore
     )
-    restored, warning = _begin(trainer, checkpoints, source, config=config, path=path, resume=resume, commits=commits)
+    newest = None if resume == "no" else checkpoints.find_to_go_on()
+    committed = commits is not None and commits.of_any(backend)
+    trainer = run_trainer(config, source, backend, goes_on=committed or newest is not None)
+    trainer.build(data)
+    restored, warning = _begin(trainer, newest, source, config=config, path=path, resume=resume, commits=commits)
     _check_steps(config, trainer.state.scalars.step, plan.total_steps, finished=resume == "auto")
     if config.observability.rank_logs:
         _log_to_file(session, folder, trainer.state.scalars.step)
@@ -130,7 +133,8 @@ def _train(
         during.enter_context(closing(observers))
         saver = during.enter_context(closing(BackgroundSaver(checkpoints, session.control, note_left_out)))
         if first:
-            description = describe_run(config.data, source.splits, trainer.model, model_family(config.model).loss())
+            loss = model_family(config.model).loss()
+            description = describe_run(config.data, source.splits, student_of(trainer.model), loss)
             write_start(folder, config, description, start or Path.cwd())
             begun.remember()
         if warning is not None:
@@ -165,7 +169,7 @@ def _train(
 
 def _begin(
     trainer: Trainer,
-    checkpoints: Checkpointer,
+    newest: Path | None,
     source: RunData,
     *,
     config: Config,
@@ -180,8 +184,7 @@ def _begin(
     """
     backend, data, identity, warning = trainer.backend, source.training, identity_of(source.loaded), None
     restored = commits is not None and trainer.restore_commit(commits)
-    newest = None if resume == "no" or restored else checkpoints.find_to_go_on()
-    if newest is not None:
+    if newest is not None and not restored:
         warning = _resume(trainer, newest=newest, identity=identity, config=config, path=path)
     elif resume == "yes" and not restored:
         raise CheckpointError(

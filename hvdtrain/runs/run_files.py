@@ -17,6 +17,7 @@ from hvdtrain.config.files import to_yaml
 from hvdtrain.config.run import Config
 from hvdtrain.config.user_code import is_user_code
 from hvdtrain.data.pipeline import TrainingData
+from hvdtrain.export.adapters import save_lora
 from hvdtrain.layers.convert import without_sync_batch_norm
 from hvdtrain.observability.console import make_console
 from hvdtrain.observability.events import Observer, Observers, RunInfo
@@ -30,6 +31,7 @@ from hvdtrain.optim.schedules import describe_rate, scaled_learning_rate
 from hvdtrain.recipes import run_name
 from hvdtrain.runs.description import RunDescription, write_description
 from hvdtrain.runs.folder import RunFolder
+from hvdtrain.runs.tuning import student_of, tuned_model
 from hvdtrain.runtime.consequences import reason
 from hvdtrain.runtime.logs import LOGGER, on_terminal
 from hvdtrain.runtime.report import collect_environment
@@ -198,8 +200,11 @@ def _write_end(folder: RunFolder, config: Config, trainer: Trainer, summary: dic
         )
     else:
         with trainer.averaged_weights(), draft_of(folder.model) as draft:
+            if config.tuning.lora is not None:
+                save_lora(student_of(trainer.model), folder.adapters)
             # The model loads without this package: layers are converted back, and schedules of the rate left out.
-            model = without_sync_batch_norm(trainer.model) if config.training.sync_batch_norm else trainer.model
+            model = tuned_model(trainer.model)
+            model = without_sync_batch_norm(model) if config.training.sync_batch_norm else model
             compiled, model.compiled = model.compiled, False
             model.save(draft)
             model.compiled = compiled

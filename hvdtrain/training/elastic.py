@@ -110,6 +110,10 @@ class Commits:
         """Replace the commit by `state`. Collective."""
         self._newest = Commit.of(state, backend)
 
+    def of_any(self, backend: Backend) -> bool:
+        """Return whether any rank has a commit to go on with. Collective."""
+        return any(gather(backend, self._newest is not None, timeout=None))
+
     def restore(self, state: TrainState, backend: Backend) -> bool:
         """Restore the newest commit of any rank on all ranks; return whether there is one. Collective.
 

@@ -3,6 +3,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -209,12 +210,52 @@ def test_resume_keeps_the_other_arguments_of_data_that_were_moved(run_dir):
     moved = parse(["--resume", str(run_dir), "--data-args", "path", "there"]).config
     assert moved.data.data_args == {"path": "there", "validation": 500}
     refusal = said("--resume", run_dir, "--data-args", "path", "there", "validation", "5")
-    assert "--embedding-sharding, --sequence-parallel, where its data are (--data-args path)" in refusal
+    assert "--sequence-parallel, --teacher, where its data are (--data-args path)" in refusal
 
 
 @pytest.mark.parametrize("more", [["--run-dir", "x"], ["--config", "x.yaml"]])
 def test_resume_excludes_another_start(run_dir, more):
-    assert "it takes no recipe, --config or --run-dir" in said("--resume", run_dir, *more)
+    assert "--resume goes on with a run as it was" in said("--resume", run_dir, *more)
+
+
+def test_a_run_that_is_pruned_or_adapted_from_now_on_is_a_new_one(run_dir):
+    new = ["--epochs", "3", "--learning-rate", "1e-4", "--run-dir", "other"]
+    for options in (["--prune", "0.8", "--prune-pattern", "2:4"], ["--lora", "8", "--lora-layers", "query|value"]):
+        request = parse(["--resume", str(run_dir), *options, *new])
+        assert (request.files.resume, request.files.run_dir) == (None, Path("other"))
+        assert (request.config.tuning.weights, request.config.training.epochs) == (str(run_dir), 3)
+        # What it writes is resumed like any other run.
+        (run_dir / "config.yaml").write_text(to_yaml(request.config), encoding="utf-8")
+        again = parse(["--resume", str(run_dir), *options])
+        assert (again.files.resume, again.config) == (run_dir, request.config)
+        (run_dir / "config.yaml").write_text(to_yaml(DIGITS), encoding="utf-8")
+
+
+def test_a_teacher_may_have_been_moved(run_dir, monkeypatch):
+    monkeypatch.chdir(run_dir)
+    taught = parse(["digits", "--teacher", "large"]).config
+    assert taught.tuning.teacher == str(run_dir / "large")
+    (run_dir / "config.yaml").write_text(to_yaml(taught), encoding="utf-8")
+    moved = parse(["--resume", ".", "--teacher", "there"])
+    assert (moved.files.resume, moved.config.tuning.teacher) == (Path(), str(run_dir / "there"))
+
+
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        ("--prune 1", "--prune must be in (0, 1). Received: 1.0."),
+        ("--prune 0.5 --lora 4", "--prune 0.5 does not go with --lora 4: adapters freeze what would be pruned."),
+        ("--prune-layers (", "'(' is no regular expression: missing )"),
+        ("--prune-layers x", "--prune-layers x has no effect without --prune or --prune-pattern: leave it out."),
+        ("--lora-alpha 8", "--lora-alpha 8.0 has no effect without --lora"),
+        ("--distill-weight 0.5", "--distill-weight 0.5 has no effect without --teacher"),
+        ("--lora 4 --parallel tp=2,dp=-1", "a rank must hold each layer whole"),
+        ("--teacher run --local-steps 4", "a checkpoint would hold more than the student's weights"),
+        ("--teacher run --on-bad-record skip:3", "Keras' Distiller takes no weights of samples"),
+    ],
+)
+def test_options_that_do_not_go_with_tuning_are_refused(argv, problem):
+    assert problem in said("digits", *argv.split())
 
 
 def test_resume_needs_a_run(tmp_path):

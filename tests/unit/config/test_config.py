@@ -16,6 +16,7 @@ from hvdtrain.config.parallel import PipelineConfig
 from hvdtrain.config.run import Config
 from hvdtrain.config.runtime import ElasticConfig, RuntimeConfig
 from hvdtrain.config.training import BadStepConfig, DesyncConfig, ExchangeConfig, TrainingConfig, UpdateConfig
+from hvdtrain.config.tuning import TuningConfig
 
 BASE = Config("digits")
 ARGUMENTS = {"flag": True, "count": 3, "tiny": 1e-7, "whole": 2.0, "text": "größe: #1", "digits": "12", "word": "yes"}
@@ -68,6 +69,7 @@ OTHER = Config(
     ),
     ExchangeConfig("sum", "bf16", "dense", gradient_groups=3, predivide=2.0),
     UpdateConfig(),
+    TuningConfig(),
     PipelineConfig(pipeline_schedule="interleaved", virtual_stages=2, pipeline_stages=("first", "second")),
     BadStepConfig(on_bad_step="skip", spike_threshold=9.0, max_bad_steps=4),
     DesyncConfig(desync_every=5),
@@ -145,6 +147,20 @@ OTHERS = [
     Config("digits", runtime=RuntimeConfig(backend="mirrored", replicas=3)),
     Config("digits", runtime=RuntimeConfig(backend="multi_worker_mirrored", communication="ring")),
     Config("digits", runtime=RuntimeConfig(backend="parameter_server", parameter_servers=2)),
+    Config(
+        "digits",
+        tuning=TuningConfig(
+            weights="/runs/first",
+            prune=0.75,
+            prune_pattern="2:4",
+            prune_layers="conv",
+            prune_epochs=2,
+            teacher="/runs/large",
+            distill_temperature=2.0,
+            distill_weight=0.5,
+        ),
+    ),
+    Config("digits", tuning=TuningConfig(lora=8, lora_layers="query", lora_alpha=16.0)),
     Config("digits", elastic=ElasticConfig(elastic=True, commit_every=3)),
 ]
 

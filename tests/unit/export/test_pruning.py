@@ -74,6 +74,15 @@ def test_a_pattern_keeps_two_of_four(name):
     )
 
 
+def test_a_pattern_has_more_zeros_where_they_are_asked_for():
+    net = model()
+    hvdtrain.prune(net, 0.75, layers="hidden", pattern="2:4")
+    trained(net, 1)
+    kernel = net.get_layer("hidden").kernel.numpy()
+    assert (kernel == 0).mean() == 0.75
+    assert ((kernel.reshape(-1, 4, kernel.shape[-1]) != 0).sum(1)).max() == 2
+
+
 def test_a_pattern_goes_along_what_attention_sums_over():
     keras.utils.set_random_seed(0)
     x = keras.Input((6, 8))
@@ -122,7 +131,7 @@ def test_what_is_finished_is_a_plain_model(tmp_path):
     ("options", "message"),
     [
         ({"sparsity": 1.0}, "prune takes a sparsity between 0 and 1"),
-        ({"sparsity": 0.8, "pattern": "2:4"}, "and with the pattern 2:4 0.5. Received: 0.8"),
+        ({"sparsity": 0.3, "pattern": "2:4"}, "and with the pattern 2:4 from 0.5. Received: 0.3"),
         ({"pattern": "4:8"}, "prune takes pattern='2:4' or None. Received: '4:8'"),
         ({"layers": "nowhere"}, "prune finds no trainable Dense, EinsumDense or convolution whose path has 'nowhere'"),
         ({"every": 0}, "Received: begin=0, steps=0, every=0."),
