@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from hvdtrain.layers.experts import MixtureOfExperts
     from hvdtrain.layers.recompute import Recompute
     from hvdtrain.layers.sync_batch_norm import SyncBatchNormalization
+    from hvdtrain.observability.mlflow_tracker import MlflowTracker
+    from hvdtrain.observability.wandb_tracker import WandbTracker
     from hvdtrain.optim.lars import LARS
     from hvdtrain.optim.optimizers import decaying_weights_only
     from hvdtrain.optim.precision import LossScaleOptimizer
@@ -71,11 +73,13 @@ _PUBLIC = {
     "LossScaleOptimizer": "hvdtrain.optim.precision",
     "DotProductAttention": "hvdtrain.layers.attention",
     "MixtureOfExperts": "hvdtrain.layers.experts",
+    "MlflowTracker": "hvdtrain.observability.mlflow_tracker",
     "Recompute": "hvdtrain.layers.recompute",
     "ShardedEmbedding": "hvdtrain.layers.embedding",
     "ShardedOrder": "hvdtrain.data.own_loops",
     "SyncBatchNormalization": "hvdtrain.layers.sync_batch_norm",
     "Trainer": "hvdtrain.training.trainer",
+    "WandbTracker": "hvdtrain.observability.wandb_tracker",
     "all_gather": "hvdtrain.gradients.collectives",
     "allgather": "hvdtrain.gradients.collectives",
     "allreduce": "hvdtrain.gradients.collectives",
@@ -125,11 +129,13 @@ __all__ = [
     "LoadedRun",
     "LossScaleOptimizer",
     "MixtureOfExperts",
+    "MlflowTracker",
     "Recompute",
     "ShardedEmbedding",
     "ShardedOrder",
     "SyncBatchNormalization",
     "Trainer",
+    "WandbTracker",
     "all_gather",
     "allgather",
     "allreduce",

@@ -132,6 +132,6 @@ if [ -z "${which[*]}" ]; then
     section "exact resume" python -m tests.exact_resume
     oldest_keras_newest_python
     with="launch/lib/overlay.sh keras-hub -r launch/requirements-keras-hub.txt --" tests "KerasHub" tests/keras_hub
-    with="launch/lib/overlay.sh export -r launch/requirements-export.txt --" tests "formats" tests/export
+    with="launch/lib/overlay.sh extras -r launch/requirements-extras.txt --" tests "formats and trackers" tests/export tests/trackers
 fi
 finish

@@ -5,10 +5,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.config.options import applies_to, excludes, flag, option, section
 from hvdtrain.config.runtime import STRATEGIES
+
+TrackerName = Literal["none", "wandb", "mlflow"]
 
 LOOPBACK = "127.0.0.1"
 
@@ -46,6 +49,8 @@ class ObservabilityConfig:
     """Steps between two that metrics.jsonl has; of these a terminal shows at most one in two seconds."""
     tensorboard: bool = flag(True)
     """Write TensorBoard event files."""
+    tracker: TrackerName = flag("none")
+    """Also write the run to Weights & Biases or MLflow, whose environment variables say where to."""
     plots: bool = flag(True)
     """Plot curves.png at the end."""
     rank_logs: bool = flag(True)

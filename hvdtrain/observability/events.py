@@ -154,6 +154,11 @@ class Observer:
         """The output in words, for warnings."""
         return type(self).__name__
 
+    @property
+    def tells(self) -> bool:
+        """Whether somebody reads the messages."""
+        return type(self).on_message is not Observer.on_message
+
     def on_start(self, info: RunInfo) -> None:
         """Receive the facts about the run, before its first step."""
 
@@ -190,6 +195,10 @@ class Observers(Observer):
         self._observers = list(observers)
         self._failed: list[Observer] = []
         self._on_progress = list(_progress_listeners(self._observers))
+
+    @property
+    def tells(self) -> bool:
+        return any(observer.tells for observer in self._observers)
 
     def on_start(self, info: RunInfo) -> None:
         """Pass the facts about the run on to every observer; here a file that cannot be written is an error."""

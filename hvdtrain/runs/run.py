@@ -5,8 +5,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import keras
-
 from hvdtrain.backends.protocol import Backend, gather
 from hvdtrain.backends.select import backend_for
 from hvdtrain.checkpoint.background import BackgroundSaver
@@ -33,6 +31,7 @@ from hvdtrain.runs.resume import (
 from hvdtrain.runs.run_data import RunData, left_out, run_data
 from hvdtrain.runs.run_files import (
     StartFiles,
+    callbacks_of,
     info_of,
     left_out_line,
     observers_of,
@@ -46,6 +45,7 @@ from hvdtrain.runs.tuning import student_of
 from hvdtrain.runtime.logs import LOGGER
 from hvdtrain.runtime.session import Session
 from hvdtrain.state.train_state import TrainState
+from hvdtrain.training.callbacks.keras_callbacks import with_trackers
 from hvdtrain.training.elastic import Commits, check_goes_on
 from hvdtrain.training.plan import Plan
 from hvdtrain.training.trainer import Trainer
@@ -103,6 +103,7 @@ def _train(
     if commits is not None:
         check_goes_on(session, config.update)
         check(config, facts=Facts(backend=backend.name))
+    callbacks = callbacks_of(config)
     source = run_data(config, backend)
     data = source.training
     plan = _plan(config, data.steps_per_epoch)
@@ -130,6 +131,7 @@ def _train(
     session.link.on_interrupt = lambda: interrupted(folder, trainer.state.scalars.step, *ends)
     with ExitStack() as during:
         observers = observers_of(config, session=session, folder=folder, figures=figures) if first else Observer()
+        observers = with_trackers(observers, callbacks, backend)
         during.enter_context(closing(observers))
         saver = during.enter_context(closing(BackgroundSaver(checkpoints, session.control, note_left_out)))
         if first:
@@ -146,7 +148,7 @@ def _train(
                 plan,
                 restored=restored,
                 validation=source.validation,
-                callbacks=[keras.callbacks.SwapEMAWeights(swap_on_epoch=True)] if config.optim.ema else [],
+                callbacks=callbacks,
                 observers=observers,
                 info=info,
                 save=saver,

@@ -3,10 +3,11 @@
 import importlib.util
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import split_axes, world_size
@@ -22,10 +23,12 @@ from hvdtrain.layers.convert import without_sync_batch_norm
 from hvdtrain.observability.console import make_console
 from hvdtrain.observability.events import Observer, Observers, RunInfo
 from hvdtrain.observability.jsonl import JsonlWriter
+from hvdtrain.observability.mlflow_tracker import MlflowTracker
 from hvdtrain.observability.plots import draw_curves
 from hvdtrain.observability.prometheus import open_exporter
 from hvdtrain.observability.summary import draft_of, write_json
 from hvdtrain.observability.tensorboard import TensorBoardWriter
+from hvdtrain.observability.wandb_tracker import WandbTracker
 from hvdtrain.observability.wording import plural
 from hvdtrain.optim.schedules import describe_rate, scaled_learning_rate
 from hvdtrain.recipes import run_name
@@ -92,6 +95,17 @@ def observers_of(
     if reported.tensorboard and has_package("tensorboard", "TensorBoard files", "tensorboard"):
         chosen.append(TensorBoardWriter(folder.tensorboard))
     return Observers(chosen)
+
+
+def callbacks_of(config: Config) -> list[keras.callbacks.Callback]:
+    """Return the Keras callbacks of a run. Raises ConfigError for a tracker whose package is not installed."""
+    chosen: list[keras.callbacks.Callback] = []
+    if config.optim.ema:
+        chosen.append(keras.callbacks.SwapEMAWeights(swap_on_epoch=True))
+    tracker = {"none": None, "wandb": WandbTracker, "mlflow": MlflowTracker}[config.observability.tracker]
+    if tracker is not None:
+        chosen.append(tracker(asdict(config)))
+    return chosen
 
 
 def info_of(config: Config, data: TrainingData, plan: Plan, trainer: Trainer, folder: RunFolder) -> RunInfo:

@@ -29,7 +29,7 @@ from hvdtrain.runtime.stopping import StopAgreement, Stopped
 from hvdtrain.state.scalars import Scalars
 from hvdtrain.training.agreement import check_same_data, described
 from hvdtrain.training.backup import Backup, agreed_backup, refuse_both, without_backup
-from hvdtrain.training.callbacks.keras_callbacks import go_on_writing
+from hvdtrain.training.callbacks.keras_callbacks import go_on_writing, with_trackers
 from hvdtrain.training.callbacks.report import FitResult, summary_of
 from hvdtrain.training.core import TrainerCore
 from hvdtrain.training.elastic import Commits, check_goes_on
@@ -64,7 +64,7 @@ def fit(
         data.first_epoch = trainer.state.scalars.first_epoch
     plan = _with_checkpoints(arguments.plan(trainer.state.scalars, data.steps_per_epoch), saved)
     plan = replace(plan, commit_every=commit_every)
-    observers = console_for(trainer.backend, arguments.verbose)
+    observers = with_trackers(console_for(trainer.backend, arguments.verbose), callbacks, trainer.backend)
     try:
         if goes_on and plan.total_steps == trainer.state.scalars.step:
             observers.on_message(_nothing_left(trainer.state.scalars))

@@ -14,6 +14,7 @@ from hvdtrain.optim.precision import has_dynamic_scale
 from hvdtrain.runtime.logs import warn_on_first
 from hvdtrain.runtime.stopping import StopAgreement
 from hvdtrain.runtime.stragglers import RankTimes, SlowRank, slowest_rank
+from hvdtrain.state.callbacks import restore_callbacks
 from hvdtrain.state.named_tensors import is_split
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.callbacks.bad_steps import BadStepPolicy
@@ -26,6 +27,7 @@ from hvdtrain.training.callbacks.keras_callbacks import (
     callbacks_of_all,
     refuse_copies_of_slices,
     refuse_saves_within_epochs,
+    trackers_in,
 )
 from hvdtrain.training.callbacks.loss_monitor import LossMonitor
 from hvdtrain.training.callbacks.parts import Parts
@@ -108,6 +110,7 @@ class Run:
         if validation is not None:
             factory.check_evaluation()
         keras = self._keras_callbacks(callbacks, verbose)
+        restore_callbacks(trackers_in(callbacks), state.scalars.progress.callbacks)  # they begin before the others
         self._best = BestEpoch(plan.best, state.scalars, factory.metric_names(), validated=validation is not None)
         step, self._paced = rule.paced(factory.train_step(state, rule, data.batch), data, state)
         self._parts = Parts(
@@ -277,7 +280,7 @@ class Run:
             )
         narrow_outputs = trainer.factory.narrow_outputs
         trainer.announcer.announce(info, state, self._observers, notes, narrow_outputs=narrow_outputs)
-        if type(self._observers) is Observer:  # a silent console; what makes results others is said all the same
+        if not self._observers.tells:  # a silent console; what makes results others is said all the same
             for line in trainer.factory.warnings:
                 warn_on_first(info.wording(line).removeprefix("warning: "), stacklevel=5)
 

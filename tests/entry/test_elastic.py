@@ -141,6 +141,9 @@ def test_a_script_that_loses_ranks_trains_as_one_process_does(tmp_path, alone, r
     assert list(dict.fromkeys(epochs)) == ["epoch", *map(str, range(len(reference["val_loss"])))], (
         "the file begins anew"
     )
+    tracked = [line.split() for line in (tmp_path / "tracked").read_text().splitlines()]
+    assert len({training for training, *_ in tracked}) == 1, "a run of its own for each world"
+    assert {int(step) for _, step, *figures in tracked if "val_loss" in figures} == set(range(10, 81, 10))
     for end in ends:
         assert (end["steps"], end["result"]) == (reference["steps"], reference["result"]) == (80, 80)
         np.testing.assert_allclose(end["val_loss"], reference["val_loss"], rtol=1e-9)

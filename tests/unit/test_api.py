@@ -32,11 +32,11 @@ def test_importing_the_package_imports_neither_tensorflow_nor_horovod():
 
 PROMISED = """
 Checkpoint DistributedGradientTape DistributedOptimizer DotProductAttention FusedHeads GradientAccumulator LARS
-LoadedRun LossScaleOptimizer MixtureOfExperts Recompute ShardedEmbedding ShardedOrder SyncBatchNormalization Trainer
-all_gather allgather allreduce alltoall barrier broadcast broadcast_object broadcast_variables cross_rank
-decaying_weights_only finish_pruning gather_object grouped_allreduce init is_initialized learning_rate_schedule
-load_lora load_run local_rank local_size lora merge_lora parallelize prune rank rank_zero_only reducescatter run
-save_lora shard shutdown size trace_step whole_batch
+LoadedRun LossScaleOptimizer MixtureOfExperts MlflowTracker Recompute ShardedEmbedding ShardedOrder
+SyncBatchNormalization Trainer WandbTracker all_gather allgather allreduce alltoall barrier broadcast broadcast_object
+broadcast_variables cross_rank decaying_weights_only finish_pruning gather_object grouped_allreduce init is_initialized
+learning_rate_schedule load_lora load_run local_rank local_size lora merge_lora parallelize prune rank rank_zero_only
+reducescatter run save_lora shard shutdown size trace_step whole_batch
 """
 
 

@@ -109,6 +109,8 @@ def test_blocks_that_are_not_run_are_few_and_say_why():
         ("docs/pipeline_parallel.md", f"tests/entry/test_pipeline.py runs it, {why}"),
         ("docs/tensor_parallel.md", f"tests/entry/test_tensor_parallel.py runs it, {why}"),
         ("docs/tensor_parallel.md", f"tests/distributed/checks/fused_heads.py trains such a model, {why}"),
+        ("docs/trackers.md", "tests/trackers runs such a script, with both packages"),
+        ("docs/trackers.md", "tests/trackers does what this section says"),
     ]
 
 

@@ -13,6 +13,8 @@ from hvdtrain.compat.keras import is_default_hook, last_compile, profiles_batche
 from hvdtrain.compat.tensorflow import compiled
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.config.registry import optional_package
+from hvdtrain.observability.events import Observer, Observers
+from hvdtrain.observability.tracker import Tracker
 from hvdtrain.optim.averaging import averages_weights
 from hvdtrain.state.callbacks import callback_states, held_weights, restore_callbacks
 from hvdtrain.state.hashes import Holders, checksum
@@ -105,8 +107,23 @@ def needs_of_all(callbacks: Sequence[Any], backend: Backend) -> CallbackNeeds:
         test_batches=any(_overrides(callback, _TEST_BATCH_HOOKS) for callback in flat),
         ends_on_nan=any(isinstance(callback, _callbacks.TerminateOnNaN) for callback in flat),
     )
-    everyone = gather(backend, mine._asdict())
+    trackers = trackers_in(flat)
+    everyone = gather(backend, {**mine._asdict(), "trackers": [tracker.get_state() for tracker in trackers]})
+    for place, tracker in enumerate(trackers):  # one run of all ranks, which is not left when rank 0 is another one
+        states = [each["trackers"][place] for each in everyone if place < len(each["trackers"])]
+        tracker.set_state(next((state for state in states if state["agreed"]), states[0]))
     return CallbackNeeds(**{name: any(needs[name] for needs in everyone) for name in CallbackNeeds._fields})
+
+
+def trackers_in(callbacks: Sequence[Any]) -> list[Tracker]:
+    """Return the callbacks that write to an experiment tracker."""
+    return [callback for callback in tf.nest.flatten(list(callbacks)) if isinstance(callback, Tracker)]
+
+
+def with_trackers(observers: Observer, callbacks: Sequence[Any], backend: Backend) -> Observer:
+    """Return `observers` with the trackers among the callbacks, on rank 0."""
+    trackers = trackers_in(callbacks) if backend.primary else []
+    return Observers([observers, *trackers]) if trackers else observers
 
 
 def callbacks_of_all(

@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 import hvdtrain
+from hvdtrain.observability.tracker import Tracker
 from hvdtrain.runtime.session import current
 
 hvdtrain.init()
@@ -69,6 +70,23 @@ class Departures(keras.callbacks.Callback):
             lose(0, "in a callback", ranks=3)
 
 
+class Notes(Tracker):
+    """Writes what it is told to a file, whoever is rank 0."""
+
+    def begin(self, training, name, parameters):
+        self.training = training
+
+    def write(self, figures, step):
+        with Path("tracked").open("a") as file:
+            print(self.training, step, *figures, file=file)
+
+    def end(self, results):
+        self.write(results, results["steps"])
+
+    def interrupt(self):
+        pass
+
+
 def fsync(descriptor, sync=os.fsync):
     """Write a file of a checkpoint out, and kill the rank that does."""
     lose(0, "while it saves", ranks=3)
@@ -86,7 +104,7 @@ result = trainer.fit(
     batch=25,
     epochs=EPOCHS,
     validation_data=(inputs[:51], targets[:51]),
-    callbacks=[departures, best, keras.callbacks.CSVLogger(f"{WEIGHTS}.csv")],
+    callbacks=[departures, best, Notes(), keras.callbacks.CSVLogger(f"{WEIGHTS}.csv")],
     verbose=2,
     checkpoint="saved",
     **({} if WHAT == "alone" else {"elastic": True, "commit_every": 5}),

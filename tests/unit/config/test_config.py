@@ -77,6 +77,7 @@ OTHER = Config(
     ObservabilityConfig(
         log_every=2,
         tensorboard=False,
+        tracker="mlflow",
         plots=False,
         timeline="t.json",
         profile="2:3",
