@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from hvdtrain.config.checkpoint import Checkpoint
     from hvdtrain.data.own_loops import ShardedOrder, shard
     from hvdtrain.export.adapters import load_lora, lora, merge_lora, save_lora
+    from hvdtrain.export.fake_quantization import fake_quantize, finish_fake_quantize
     from hvdtrain.export.pruning import finish_pruning, prune
     from hvdtrain.gradients.accumulator import GradientAccumulator
     from hvdtrain.gradients.collectives import (
@@ -90,6 +91,8 @@ _PUBLIC = {
     "broadcast_variables": "hvdtrain.api",
     "cross_rank": "hvdtrain.api",
     "decaying_weights_only": "hvdtrain.optim.optimizers",
+    "fake_quantize": "hvdtrain.export.fake_quantization",
+    "finish_fake_quantize": "hvdtrain.export.fake_quantization",
     "finish_pruning": "hvdtrain.export.pruning",
     "gather_object": "hvdtrain.api",
     "grouped_allreduce": "hvdtrain.gradients.collectives",
@@ -146,6 +149,8 @@ __all__ = [
     "broadcast_variables",
     "cross_rank",
     "decaying_weights_only",
+    "fake_quantize",
+    "finish_fake_quantize",
     "finish_pruning",
     "gather_object",
     "grouped_allreduce",

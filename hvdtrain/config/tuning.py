@@ -7,12 +7,14 @@ from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.config.options import applies_to, excludes, flag, section
 from hvdtrain.config.runtime import STRATEGIES
 
+FakeMode = Literal["int8", "int4"]
+
 _WHOLE = excludes(
     *("pp", "cp", "tp"),
     why="a rank must hold each layer whole",
     instead=f"divide the model's state by {opt('zero', 3)}",
 )
-_FROZEN = excludes("lora", why="adapters freeze what would be pruned")
+_FROZEN = excludes("lora", why="adapters freeze what would be trained")
 
 
 def _is_expression(text: str | None) -> None:
@@ -28,14 +30,6 @@ class TuningConfig:
 
     weights: str | None = flag(None, excludes("pp", why="a stage has no place for the other layers"))
     """Begin with the weights of the run, or of the checkpoint, in this folder."""
-    prune: float | None = flag(None, "(0, 1)", _WHOLE, _FROZEN)
-    """Make this share of each kernel zero, its smallest weights."""
-    prune_pattern: Literal["2:4"] | None = flag(None, _WHOLE, _FROZEN)
-    """Zeros in two of four neighbours along a kernel's inputs, or more by --prune; GPUs compute these faster."""
-    prune_layers: str | None = flag(None, applies_to("prune", "prune_pattern"), valid=_is_expression)
-    """Only layers in whose path this regular expression is found."""
-    prune_epochs: int = flag(1, "[0, inf)", applies_to("prune", "prune_pattern"))
-    """Epochs in which the zeros become so many; 0: from the first step."""
     lora: int | None = flag(None, "[1, inf)", _WHOLE)
     """Train adapters of this rank, two small matrices beside each chosen kernel, and freeze all else."""
     lora_layers: str = flag("query|value", applies_to("lora"), valid=_is_expression)
@@ -54,3 +48,13 @@ class TuningConfig:
     """Divides the logits of both: above 1 unlikely classes count more."""
     distill_weight: float = flag(0.9, "(0, 1]", applies_to("teacher"))
     """Share of the teacher in the loss; the data have the rest."""
+    prune: float | None = flag(None, "(0, 1)", _WHOLE, _FROZEN)
+    """Make this share of each kernel zero, its smallest weights."""
+    prune_pattern: Literal["2:4"] | None = flag(None, _WHOLE, _FROZEN)
+    """Zeros in two of four neighbours along a kernel's inputs, or more by --prune; GPUs compute these faster."""
+    prune_layers: str | None = flag(None, applies_to("prune", "prune_pattern"), valid=_is_expression)
+    """Only layers in whose path this regular expression is found."""
+    prune_epochs: int = flag(1, "[0, inf)", applies_to("prune", "prune_pattern"))
+    """Epochs in which the zeros become so many; 0: from the first step."""
+    fake_quantize: FakeMode | None = flag(None, _WHOLE, _FROZEN)
+    """Train kernels as they will be with fewer bits, for `export --quantize` of the same mode."""

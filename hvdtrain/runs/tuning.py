@@ -15,6 +15,7 @@ from hvdtrain.config.tuning import TuningConfig
 from hvdtrain.data.preprocessing import TextInputs
 from hvdtrain.data.source import DataSplits
 from hvdtrain.export.adapters import adapted_layers, lora, merge_lora
+from hvdtrain.export.fake_quantization import fake_quantize, finish_fake_quantize
 from hvdtrain.export.pruning import finish_pruning, prune, pruned_layers
 from hvdtrain.runs.description import RunDescription, read_description
 from hvdtrain.runs.folder import RunFolder, located, opened, run_of, start_folder
@@ -137,7 +138,11 @@ def begin_with(model: keras.Model, trained: keras.Model, named: str) -> None:
 
 
 def tune(model: keras.Model, tuning: TuningConfig, seed: int, steps_per_epoch: int) -> None:
-    """Prune a model, or give it adapters with first values of `seed`. Raises ConfigError as `prune` and `lora`."""
+    """Prune a model, round it, or give it adapters with first values of `seed`, as the options ask.
+
+    Raises:
+        ConfigError: as `prune`, `fake_quantize` and `lora`.
+    """
     if tuning.prune is not None or tuning.prune_pattern is not None:
         model.whole_parameters = model.count_params()  # without masks
         steps = tuning.prune_epochs * steps_per_epoch
@@ -149,18 +154,21 @@ def tune(model: keras.Model, tuning: TuningConfig, seed: int, steps_per_epoch: i
             steps=steps,
             every=max(1, steps // CHOICES),
         )
+    if tuning.fake_quantize is not None:
+        fake_quantize(model, tuning.fake_quantize)
     if tuning.lora is not None:
         keras.utils.set_random_seed(seed)
         lora(model, tuning.lora, layers=tuning.lora_layers, alpha=tuning.lora_alpha)
 
 
 def tuned_model(model: keras.Model) -> keras.Model:
-    """Return a trained model as it is used: without masks, with its adapters in its weights, without its teacher."""
+    """Return a trained model as it is used: no masks, nothing rounded, adapters in its weights, without its teacher."""
     model = student_of(model)
     if pruned_layers(model):
         finish_pruning(model)
     if adapted_layers(model):
         merge_lora(model)
+    finish_fake_quantize(model)
     return model
 
 

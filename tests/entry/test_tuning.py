@@ -76,8 +76,9 @@ def test_a_run_is_pruned_in_a_run_of_its_own(home):
         ("--lora", "4", "--lora-layers", "hidden|logits"),
         ("--lora", "2", "--lora-layers", "hidden", "--zero", "3", "--ema", "0", "--precision", "mixed_bfloat16"),
         (*SMALL, "--teacher", "first"),
+        ("--fake-quantize", "int4", "--precision", "mixed_bfloat16", "--zero", "1"),
     ],
-    ids=["pruned", "adapters", "adapters in parts", "taught"],
+    ids=["pruned", "adapters", "adapters in parts", "taught", "rounded"],
 )
 def test_what_was_interrupted_is_resumed_exactly(home, tmp_path, words):
     taught = "--teacher" in words

@@ -15,6 +15,8 @@ pytestmark = pytest.mark.extended
 ELSEWHERE = {
     "init": "a job has one",
     "run": "tests/entry/test_run_function.py",
+    "MlflowTracker": "tests/trackers",
+    "WandbTracker": "tests/trackers",
     "load_run": "tests/unit/runs/test_loaded.py",
 }
 

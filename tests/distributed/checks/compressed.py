@@ -1,7 +1,7 @@
 """Models that lose weights, or train adapters, while ranks train them: as Keras does in one process."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import keras
 import numpy as np
@@ -169,6 +169,27 @@ def check_adapters_are_those_of_one_process(world: World) -> None:
     assert world.same_everywhere(flat_bytes(trainer.model.get_weights()))
     hvdtrain.merge_lora(trainer.model)
     assert_same(trainer.model.predict(fit["x"], verbose=0), alone.predict(fit["x"], verbose=0), "merged", 1e-5)
+
+
+def rounded_model(mode: Literal["int8", "int4"] = "int8") -> keras.Model:
+    model = image_model()
+    hvdtrain.fake_quantize(model, mode)
+    return model
+
+
+@worlds("mpirun-2")
+@worlds("gloo-4", extended=True, why="rows of four ranks")
+def check_rounded_models_are_those_of_one_process(world: World) -> None:
+    """A sample is rounded by itself, so that it is the same on whatever rank."""
+    for options in ({}, {"zero": 3}, {"accumulate": 2}, {"clip_norm": 100.0, "zero": 1}):
+        trainer = as_keras(world, rounded_model, (6, 6, 4), **options)
+        assert world.same_everywhere(flat_bytes(trainer.model.get_weights())), options
+
+
+@worlds("mpirun-2", extended=True, why="the other mode, with XLA")
+def check_rounded_models_of_4_bits_are_those_of_one_process(world: World) -> None:
+    for options in ({}, {"jit": True}):
+        as_keras(world, lambda: rounded_model("int4"), (6, 6, 4), **options)
 
 
 def distiller() -> keras.Model:

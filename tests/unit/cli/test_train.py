@@ -244,7 +244,7 @@ def test_a_teacher_may_have_been_moved(run_dir, monkeypatch):
     ("argv", "problem"),
     [
         ("--prune 1", "--prune must be in (0, 1). Received: 1.0."),
-        ("--prune 0.5 --lora 4", "--prune 0.5 does not go with --lora 4: adapters freeze what would be pruned."),
+        ("--prune 0.5 --lora 4", "--prune 0.5 does not go with --lora 4: adapters freeze what would be trained."),
         ("--prune-layers (", "'(' is no regular expression: missing )"),
         ("--prune-layers x", "--prune-layers x has no effect without --prune or --prune-pattern: leave it out."),
         ("--lora-alpha 8", "--lora-alpha 8.0 has no effect without --lora"),

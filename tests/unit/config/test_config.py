@@ -156,6 +156,7 @@ OTHERS = [
             prune_pattern="2:4",
             prune_layers="conv",
             prune_epochs=2,
+            fake_quantize="int4",
             teacher="/runs/large",
             distill_temperature=2.0,
             distill_weight=0.5,

@@ -1,0 +1,165 @@
+"""Quantization-aware training: kernels are trained as they will be once they have fewer bits.
+
+In the forward pass a layer has the kernel that Keras' `quantize` would give it, and inputs rounded as Keras rounds them
+there; the gradient passes as if nothing had been rounded (the straight-through estimator of Bengio et al. 2013,
+arXiv:1308.3432). A sample is rounded by itself, so that ranks exchange nothing more.
+"""
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any, get_args
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.compat.keras import flatten_layers
+from hvdtrain.config.errors import ConfigError
+from hvdtrain.config.tuning import FakeMode
+from hvdtrain.export.adapters import adapted_layers
+from hvdtrain.export.pruning import KERNELS, input_dims
+from hvdtrain.export.tensors import quantization_of
+from hvdtrain.state.variables import unwrap
+
+BLOCK = 128
+"""Inputs that share a scale in Keras' int4."""
+LOWEST, HIGHEST = -8.0, 7.0
+"""Of 4 bits."""
+
+
+def fake_quantize(model: keras.Model, mode: FakeMode = "int8", *, layers: str | None = None) -> list[str]:
+    """Train a model as it will be with fewer bits, and return the layers whose kernels are rounded.
+
+    Call it before `compile`; `finish_fake_quantize` takes it back before `model.quantize(mode)` or an export. Whatever
+    trains the model has it, `Model.fit` too. Weights stay as they are: checkpoints are those of the plain model.
+
+    Args:
+        model: a built model.
+        mode: `int8`, or `int4` for kernels in groups of 128 inputs, as Keras does by default.
+        layers: an expression that is searched for in the paths of layers; None: all Dense, EinsumDense, convolutions.
+            Of convolutions, which LiteRT quantizes and Keras does not, the kernel alone is rounded.
+
+    Raises:
+        ConfigError: another mode, no layer of that name, or one that is quantized, has an adapter, or is rounded.
+
+    Example::
+
+        hvdtrain.fake_quantize(model, "int4")
+        hvdtrain.Trainer(model, "adam", loss).fit(x, y)
+        hvdtrain.finish_fake_quantize(model)
+        model.quantize("int4")
+    """
+    if mode not in get_args(FakeMode):
+        raise ConfigError(f"fake_quantize takes {' or '.join(get_args(FakeMode))}. Received: {mode!r}.")
+    able = [layer for layer in flatten_layers(model) if layer.built and isinstance(layer, KERNELS)]
+    found = [layer for layer in able if re.search(layers or "", layer.path)]
+    if not found:
+        named = f" whose path has {layers!r}" if layers else ""
+        raise ConfigError(f"fake_quantize finds no Dense, EinsumDense or convolution{named}. Is the model built?")
+    adapted = adapted_layers(model)
+    for layer in found:
+        states = {
+            "is quantized": quantization_of(layer),
+            "has an adapter": layer in adapted,
+            "is rounded": _is_fake(layer),
+        }
+        state = next((words for words, holds in states.items() if holds), None)
+        if state is not None:
+            raise ConfigError(f"fake_quantize takes layers that are not. The layer {layer.path!r} {state} already.")
+    for layer in found:
+        layer.call = Rounding(layer, mode)
+    _trace_anew(model)
+    return [layer.path for layer in found]
+
+
+def finish_fake_quantize(model: keras.Model) -> None:
+    """Let a model compute with its weights again, before they are quantized or exported.
+
+    Example::
+
+        hvdtrain.fake_quantize(model)
+        hvdtrain.Trainer(model, "adam", loss).fit(x, y)
+        hvdtrain.finish_fake_quantize(model)
+    """
+    for layer in filter(_is_fake, flatten_layers(model)):
+        del layer.call
+    _trace_anew(model)
+
+
+def _trace_anew(model: keras.Model) -> None:
+    """Let go of functions that were compiled with other kernels."""
+    model.train_function = model.test_function = model.predict_function = None
+
+
+def _is_fake(layer: Any) -> bool:
+    return isinstance(vars(layer).get("call"), Rounding)
+
+
+class Rounding:
+    """The `call` of a layer, with a rounded kernel.
+
+    Args:
+        layer: the layer.
+        mode: see `fake_quantize`.
+    """
+
+    def __init__(self, layer: Any, mode: FakeMode) -> None:
+        self._layer, self._call = layer, layer.call
+        self._kernel: Callable[[Any, list[int]], Any] = in_groups if mode == "int4" else by_channel
+        convolutes = not isinstance(layer, keras.layers.Dense | keras.layers.EinsumDense)
+        if convolutes:
+            self._kernel = by_channel
+        self._input_dims = [] if convolutes or mode == "int4" else summed_inputs(layer)
+
+    def __call__(self, inputs: Any, *args: Any, **options: Any) -> Any:
+        """Compute the layer's outputs."""
+        held = vars(self._layer)
+        kernel = held["_kernel"]
+        value = tf.convert_to_tensor(unwrap(kernel))  # in its own precision
+        rounded = keras.ops.cast(straight_through(value, self._kernel(value, input_dims(self._layer))), kernel.dtype)
+        held["_kernel"] = keras.ops.cast(rounded, self._layer.compute_dtype)
+        if self._input_dims:
+            inputs = straight_through(inputs, _dequantized(inputs, self._input_dims))
+        try:
+            return self._call(inputs, *args, **options)
+        finally:
+            held["_kernel"] = kernel
+
+
+def straight_through(value: Any, rounded: Any) -> Any:
+    """Return `rounded` with the gradient of `value`."""
+    return value + keras.ops.stop_gradient(keras.ops.cast(rounded, value.dtype) - value)
+
+
+def summed_inputs(layer: Any) -> list[int]:
+    """Return the dims of a layer's inputs over which it sums, from the last one on: -1 …"""
+    if isinstance(layer, keras.layers.Dense):
+        return [-1]
+    inputs, kernel, outputs = re.fullmatch(r"(.*),(.*)->(.*)", layer.equation).groups()  # type: ignore[union-attr]
+    letters = inputs.replace("...", ".")
+    return [place - len(letters) for place, letter in enumerate(letters) if letter in kernel and letter not in outputs]
+
+
+def _dequantized(value: Any, dims: list[int]) -> Any:
+    integers, scale = keras.quantizers.abs_max_quantize(value, axis=tuple(dims))
+    return keras.ops.cast(integers, value.dtype) / scale
+
+
+def by_channel(kernel: Any, dims: list[int]) -> Any:
+    """Return a kernel as 8 bits with one scale for each output have it."""
+    return _dequantized(kernel, dims)
+
+
+def in_groups(kernel: Any, dims: list[int]) -> Any:
+    """Return a kernel as Keras' 4 bits have it: a scale and a zero for each group of inputs of an output."""
+    rows = math.prod(kernel.shape[dim] for dim in dims)
+    # The formulas of keras.quantizers.abs_max_quantize_grouped_with_zero_point, which no graph can have.
+    flat = tf.reshape(kernel, [rows, -1])  # as Keras does, whose inputs come first
+    padded = tf.pad(flat, [[0, -rows % BLOCK], [0, 0]])
+    groups = tf.reshape(padded, [-1, BLOCK, flat.shape[1]])
+    low, high = (find(groups, axis=1, keepdims=True) for find in (tf.reduce_min, tf.reduce_max))
+    scale = (high - low + keras.config.epsilon()) / (HIGHEST - LOWEST)
+    zero = tf.clip_by_value(tf.round(-low / scale) + LOWEST, LOWEST, HIGHEST)
+    integers = tf.clip_by_value(tf.round(groups / scale) + zero, LOWEST, HIGHEST)
+    value = tf.reshape((integers - zero) * scale, padded.shape)[:rows]
+    return tf.reshape(value, kernel.shape)
