@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from hvdtrain.config.checkpoint import Checkpoint
     from hvdtrain.data.own_loops import ShardedOrder, shard
     from hvdtrain.export.adapters import load_lora, lora, merge_lora, save_lora
+    from hvdtrain.export.channels import take_out_channels
     from hvdtrain.export.fake_quantization import fake_quantize, finish_fake_quantize
     from hvdtrain.export.pruning import finish_pruning, prune
     from hvdtrain.gradients.accumulator import GradientAccumulator
@@ -115,6 +116,7 @@ _PUBLIC = {
     "shard": "hvdtrain.data.own_loops",
     "shutdown": "hvdtrain.api",
     "size": "hvdtrain.api",
+    "take_out_channels": "hvdtrain.export.channels",
     "trace_step": "hvdtrain.api",
     "whole_batch": "hvdtrain.gradients.whole_batch",
 }
@@ -173,6 +175,7 @@ __all__ = [
     "shard",
     "shutdown",
     "size",
+    "take_out_channels",
     "trace_step",
     "whole_batch",
 ]

@@ -50,8 +50,10 @@ class TuningConfig:
     """Share of the teacher in the loss; the data have the rest."""
     prune: float | None = flag(None, "(0, 1)", _WHOLE, _FROZEN)
     """Make this share of each kernel zero, its smallest weights."""
-    prune_pattern: Literal["2:4"] | None = flag(None, _WHOLE, _FROZEN)
-    """Zeros in two of four neighbours along a kernel's inputs, or more by --prune; GPUs compute these faster."""
+    prune_pattern: Literal["2:4", "channels"] | None = flag(None, _WHOLE, _FROZEN)
+    """Zeros in two of four neighbours along a kernel's inputs, or more by --prune: GPUs compute these faster. Or whole
+    channels, which are taken out at the end.
+    """
     prune_layers: str | None = flag(None, applies_to("prune", "prune_pattern"), valid=_is_expression)
     """Only layers in whose path this regular expression is found."""
     prune_epochs: int = flag(1, "[0, inf)", applies_to("prune", "prune_pattern"))

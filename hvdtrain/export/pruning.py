@@ -12,8 +12,9 @@ import tensorflow as tf
 
 from hvdtrain.compat.keras import add_weight_when_built, flatten_layers
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.export.channels import chains_of
 
-PATTERN = "2:4"
+PATTERN, CHANNELS = "2:4", "channels"
 MASK, STEP = "pruning_mask", "pruning_step"
 KERNELS = (keras.layers.Dense, keras.layers.EinsumDense, keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
 GROUP = 4
@@ -38,10 +39,11 @@ def prune(
 
     Args:
         model: a built model.
-        sparsity: the share of each kernel's weights that become zero; None: 0.8, with a pattern 0.5.
+        sparsity: the share of each kernel's weights, or channels, that become zero; None: 0.8, with a pattern 0.5.
         layers: an expression that is searched for in the paths of layers; None: all Dense, EinsumDense, convolutions.
         pattern: `2:4` keeps at most the two largest of four neighbours along a kernel's inputs, and of these as many as
-            `sparsity` leaves; None: weights anywhere.
+            `sparsity` leaves; `channels` takes whole outputs, with their bias and normalization, of the layers that
+            `take_out_channels` can do without them; None: weights anywhere.
         begin: first step at which weights are taken.
         steps: steps until the full sparsity; 0: at once.
         every: steps between two choices of weights until then.
@@ -55,31 +57,39 @@ def prune(
         hvdtrain.prune(model, 0.8, steps=2000)
         hvdtrain.Trainer(model, "adam", loss).fit(x, y, epochs=3)
     """
-    if pattern not in (None, PATTERN):
-        raise ConfigError(f"prune takes pattern={PATTERN!r} or None. Received: {pattern!r}.")
+    if pattern not in (None, PATTERN, CHANNELS):
+        raise ConfigError(f"prune takes pattern={PATTERN!r}, {CHANNELS!r} or None. Received: {pattern!r}.")
     sparsity = (0.5 if pattern else 0.8) if sparsity is None else sparsity
-    if not 0 < sparsity < 1 or (pattern and sparsity < 0.5):
+    if not 0 < sparsity < 1 or (pattern == PATTERN and sparsity < 0.5):
         raise ConfigError(
             f"prune takes a sparsity between 0 and 1, and with the pattern {PATTERN} from 0.5. Received: {sparsity}."
         )
     if min(begin, steps) < 0 or every < 1:
         received = f"begin={begin}, steps={steps}, every={every}"
         raise ConfigError(f"prune takes begin and steps from 0, and every from 1. Received: {received}.")
+    chains = chains_of(model) if pattern == CHANNELS else {}
     found = [layer for layer in flatten_layers(model) if _is_chosen(layer, layers)]
+    found = [layer for layer in found if pattern != CHANNELS or id(layer) in chains]
     if not found:
         named = f" whose path has {layers!r}" if layers else ""
-        raise ConfigError(f"prune finds no trainable Dense, EinsumDense or convolution{named}. Is the model built?")
+        lone = ", whose channels are read by others of these alone," if pattern == CHANNELS else ""
+        raise ConfigError(
+            f"prune finds no trainable Dense, EinsumDense or convolution{lone}{named}. Is the model built?"
+        )
     for layer in found:
         if isinstance(layer.kernel.constraint, Pruned):
             raise ConfigError(f"The layer {layer.path!r} is pruned already.")
         inputs = layer.kernel.shape[input_dims(layer)[-1]]
-        if pattern and inputs % GROUP:
+        if pattern == PATTERN and inputs % GROUP:
             raise ConfigError(
                 f"The pattern {PATTERN} takes inputs in groups of {GROUP}. The layer {layer.path!r} has {inputs}: "
                 "leave it out by layers."
             )
     for layer in found:
-        layer.kernel.constraint = Pruned(layer, sparsity, pattern=pattern, begin=begin, steps=steps, every=every)
+        pruned = Pruned(layer, sparsity, pattern=pattern, begin=begin, steps=steps, every=every)
+        layer.kernel.constraint = pruned
+        for vector, repeats in chains[id(layer)].vectors if chains else ():
+            vector.constraint = Follows(pruned, vector, repeats)
     return [layer.path for layer in found]
 
 
@@ -112,7 +122,8 @@ class Pruned(keras.constraints.Constraint):
 
     def __init__(self, layer: Any, sparsity: float, *, pattern: str | None, begin: int, steps: int, every: int) -> None:
         self.before = layer.kernel.constraint
-        self._sparsity, self._pattern = sparsity, pattern
+        self.pattern, self.followers = pattern, list[Follows]()
+        self._sparsity = sparsity
         self._begin, self._steps, self._every = begin, steps, every
         self._inputs, shape = input_dims(layer), layer.kernel.shape
         self.mask = add_weight_when_built(layer, MASK, shape=shape, initializer="ones", dtype="uint8")
@@ -136,8 +147,13 @@ class Pruned(keras.constraints.Constraint):
 
     def _chosen(self, value: Any, share: Any) -> Any:
         """Return a new mask: 0 for the smallest of all weights, and of each group. Ties go by place."""
+        if self.pattern == CHANNELS:
+            sizes = tf.reduce_sum(tf.square(value), self._inputs)
+            lost = tf.cast(tf.round(share * sizes.shape[0]), tf.int32)
+            kept = _ranks(sizes) >= tf.minimum(lost, sizes.shape[0] - 1)
+            return tf.cast(tf.broadcast_to(kept, value.shape), tf.uint8)
         sizes = tf.abs(value)
-        if self._pattern is not None:
+        if self.pattern is not None:
             order = [*(dim for dim in range(len(value.shape)) if dim not in self._inputs), *self._inputs]
             moved = tf.transpose(sizes, order)  # neighbours along the inputs are neighbours in memory
             kept = tf.reshape(_ranks(tf.reshape(moved, [-1, GROUP])) >= GROUP // 2, tf.shape(moved))
@@ -146,11 +162,37 @@ class Pruned(keras.constraints.Constraint):
         places = _ranks(tf.reshape(sizes, [-1]))
         lost = tf.cast(tf.round(share * value.shape.num_elements()), places.dtype)
         chosen = tf.reshape(places >= lost, value.shape)
-        return tf.cast(chosen if self._pattern is None else chosen & kept, tf.uint8)
+        return tf.cast(chosen if self.pattern is None else chosen & kept, tf.uint8)
 
     def get_config(self) -> dict[str, Any]:
         """Refuse to be a part of a model's config: its masks are weights of layers."""
         raise ConfigError("A pruned model is copied without its masks: call hvdtrain.finish_pruning(model) before.")
+
+
+class Follows(keras.constraints.Constraint):
+    """Makes what belongs to a channel zero where its kernel is.
+
+    Args:
+        pruned: the constraint of the kernel.
+        vector: the variable.
+        repeats: its numbers for each channel.
+    """
+
+    def __init__(self, pruned: Pruned, vector: Any, repeats: int) -> None:
+        self.vector, self.before = vector, vector.constraint
+        self._pruned, self._repeats = pruned, repeats
+        pruned.followers.append(self)
+
+    def __call__(self, w: Any) -> Any:
+        """Return the variable after an update, with zeros."""
+        value = tf.convert_to_tensor(w if self.before is None else self.before(w))
+        mask = self._pruned.mask.value
+        kept = tf.reduce_max(mask, list(range(len(mask.shape) - 1)))
+        return value * tf.cast(tf.tile(kept, [self._repeats]), value.dtype)
+
+    def get_config(self) -> dict[str, Any]:
+        """Refuse to be a part of a model's config, as the kernel's does."""
+        return self._pruned.get_config()
 
 
 def _ranks(values: Any) -> Any:
@@ -173,6 +215,9 @@ def finish_pruning(model: keras.Model) -> float:
         kernel.assign(kernel.value * tf.cast(constraint.mask.value, kernel.value.dtype))
         zeros += int(tf.reduce_sum(tf.cast(kernel.value == 0, tf.int64)))
         size += kernel.value.shape.num_elements()
+        for follower in constraint.followers:
+            follower.vector.assign(follower(follower.vector))
+            follower.vector.constraint = follower.before
         kernel.constraint = constraint.before
         for name in (MASK, STEP):
             delattr(layer, name)

@@ -15,8 +15,9 @@ from hvdtrain.config.tuning import TuningConfig
 from hvdtrain.data.preprocessing import TextInputs
 from hvdtrain.data.source import DataSplits
 from hvdtrain.export.adapters import adapted_layers, lora, merge_lora
+from hvdtrain.export.channels import take_out_channels
 from hvdtrain.export.fake_quantization import fake_quantize, finish_fake_quantize
-from hvdtrain.export.pruning import finish_pruning, prune, pruned_layers
+from hvdtrain.export.pruning import CHANNELS, finish_pruning, prune, pruned_layers
 from hvdtrain.runs.description import RunDescription, read_description
 from hvdtrain.runs.folder import RunFolder, located, opened, run_of, start_folder
 from hvdtrain.state.layer_states import copy_states
@@ -164,11 +165,13 @@ def tune(model: keras.Model, tuning: TuningConfig, seed: int, steps_per_epoch: i
 def tuned_model(model: keras.Model) -> keras.Model:
     """Return a trained model as it is used: no masks, nothing rounded, adapters in its weights, without its teacher."""
     model = student_of(model)
-    if pruned_layers(model):
-        finish_pruning(model)
+    by_channel = any(layer.kernel.constraint.pattern == CHANNELS for layer in pruned_layers(model))
+    finish_pruning(model)
     if adapted_layers(model):
         merge_lora(model)
     finish_fake_quantize(model)
+    if by_channel:
+        model = take_out_channels(model)
     return model
 
 

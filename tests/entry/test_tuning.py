@@ -102,6 +102,31 @@ def test_what_was_interrupted_is_resumed_exactly(home, tmp_path, words):
 
 
 @pytest.mark.extended
+def test_channels_are_taken_out_of_what_is_written_and_used(home):
+    words = ("--ema", "0", "--prune", "0.75", "--prune-pattern", "channels", "--epochs", "3", "--run-dir", "narrow")
+    trained(home, "--resume", "first", *words)
+    found, before = kernels(home, "narrow"), kernels(home, "first")
+    assert {name: found[name].shape[-1] / before[name].shape[-1] for name in found} == {
+        "conv1": 0.25,
+        "conv2": 0.25,
+        "hidden": 0.25,
+        "logits": 1.0,
+    }
+    loaded = keras.saving.load_model(home / "narrow" / "model.keras")
+    size = sum(weight.size for weight in np.load(exported(home, "narrow")).values())
+    assert size == loaded.count_params()
+    hvdtrain("none", 1, "export", "narrow", "--format", "safetensors", cwd=home)
+    (row,) = (
+        each
+        for each in json.loads((home / "narrow" / "export" / "export.json").read_text())["models"]
+        if each["name"] == "safetensors"
+    )
+    assert row["bytes"] < 6 * size
+    assert row["accuracy"] == pytest.approx(summary_of(home / "narrow")["val_accuracy"], abs=0.05)
+    assert evaluated(home, "narrow") == pytest.approx(summary_of(home / "narrow")["val_accuracy"], abs=1e-6)
+
+
+@pytest.mark.extended
 def test_adapters_are_a_file_and_a_part_of_what_is_used(home):
     trained(home, "--resume", "first", "--lora", "4", "--lora-layers", "hidden|logits", "--run-dir", "adapted")
     first, adapted = kernels(home, "first"), kernels(home, "adapted")

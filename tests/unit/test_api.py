@@ -36,7 +36,8 @@ LoadedRun LossScaleOptimizer MixtureOfExperts MlflowTracker Recompute ShardedEmb
 SyncBatchNormalization Trainer WandbTracker all_gather allgather allreduce alltoall barrier broadcast broadcast_object
 broadcast_variables cross_rank decaying_weights_only fake_quantize finish_fake_quantize finish_pruning gather_object
 grouped_allreduce init is_initialized learning_rate_schedule load_lora load_run local_rank local_size lora merge_lora
-parallelize prune rank rank_zero_only reducescatter run save_lora shard shutdown size trace_step whole_batch
+parallelize prune rank rank_zero_only reducescatter run save_lora shard shutdown size take_out_channels trace_step
+whole_batch
 """
 
 

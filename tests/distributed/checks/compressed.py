@@ -37,6 +37,12 @@ def patterned_model() -> keras.Model:
     return model
 
 
+def narrowed_model() -> keras.Model:
+    model = image_model()
+    hvdtrain.prune(model, pattern="channels", begin=1, steps=6, every=2)
+    return model
+
+
 def adapted_model() -> keras.Model:
     keras.utils.set_random_seed(1)
     inputs = keras.Input((6, 16))
@@ -78,6 +84,16 @@ def check_pruned_models_are_those_of_one_process(world: World) -> None:
         trainer = as_keras(world, pruned_model, (6, 6, 4), **more)
         assert abs(zeros(trainer.model, "hidden") - 0.6) < 1e-3, more
         assert world.same_everywhere(flat_bytes(trainer.model.get_weights())), more
+
+
+@worlds("mpirun-2", extended=True, why="zeros of biases follow those of kernels")
+def check_models_that_lose_channels_are_those_of_one_process(world: World) -> None:
+    for options in ({}, {"zero": 3}, {"zero": 1, "accumulate": 2}):
+        trainer = as_keras(world, narrowed_model, (6, 6, 4), **options)
+        hvdtrain.finish_pruning(trainer.model)
+        smaller = hvdtrain.take_out_channels(trainer.model)
+        assert smaller.get_layer("hidden").units == 32, options
+        assert world.same_everywhere(flat_bytes(smaller.get_weights())), options
 
 
 @worlds("mpirun-2", extended=True, why="the same with every option of a step that goes with a constraint")

@@ -132,7 +132,7 @@ def test_what_is_finished_is_a_plain_model(tmp_path):
     [
         ({"sparsity": 1.0}, "prune takes a sparsity between 0 and 1"),
         ({"sparsity": 0.3, "pattern": "2:4"}, "and with the pattern 2:4 from 0.5. Received: 0.3"),
-        ({"pattern": "4:8"}, "prune takes pattern='2:4' or None. Received: '4:8'"),
+        ({"pattern": "4:8"}, "prune takes pattern='2:4', 'channels' or None. Received: '4:8'"),
         ({"layers": "nowhere"}, "prune finds no trainable Dense, EinsumDense or convolution whose path has 'nowhere'"),
         ({"every": 0}, "Received: begin=0, steps=0, every=0."),
     ],
