@@ -5,7 +5,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +25,7 @@ from hvdtrain.export.quantize import FLOAT32, quantize
 from hvdtrain.export.runtimes import median_ms
 from hvdtrain.export.serving import Serving, readable, serving_of
 from hvdtrain.export.verify import DIFFERENCES, OF_INTEGERS, Samples, difference, last_line, run
+from hvdtrain.optim.precision import computing_in_float32
 
 POINTS = 0.01
 """Largest loss of accuracy."""
@@ -108,6 +109,22 @@ def export(
     for path in targets.values():
         if path.exists():
             raise ConfigError(f"{path} exists, and nothing is overwritten. Remove it, or name another folder by --to.")
+    with computing_in_float32(subject.model) as policy:
+        found, remarks = _exported(subject, targets, formats, quantization=quantization, points=points)
+    if policy:
+        remarks.append(f"The model was trained in {policy}; here it computes in float32, as its weights are stored")
+    return found, remarks
+
+
+def _exported(
+    subject: Subject,
+    targets: Mapping[str, Path],
+    formats: dict[str, Format],
+    *,
+    quantization: Quantization,
+    points: float,
+) -> tuple[list[Exported], list[str]]:
+    mode = quantization.mode
     # Of a quantized model Keras makes another config.
     config = tensors.config_of(subject.model) if "safetensors" in formats else ""
     exporting = _Exporting(subject, quantization, points=points, config=config)

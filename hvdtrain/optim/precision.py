@@ -91,6 +91,26 @@ def set_precision(model: Any, name: PrecisionName) -> None:
     _set_policy(model, keras.dtype_policies.get(name), model.dtype_policy.name, kept)
 
 
+@contextmanager
+def computing_in_float32(model: Any) -> Iterator[str]:
+    """Let layers of a mixed policy compute in 32 bits inside this context; yield the name of the policy, or ""."""
+    mixed = [(layer, layer.dtype_policy) for layer in flatten_layers(model) if _is_mixed(layer.dtype_policy)]
+    plain = keras.dtype_policies.get("float32")
+    for layer, _ in mixed:
+        layer.dtype_policy = plain
+    try:
+        yield mixed[0][1].name if mixed else ""
+    finally:
+        for layer, policy in mixed:
+            if layer.dtype_policy == plain:  # else it was quantized
+                layer.dtype_policy = policy
+
+
+def _is_mixed(policy: Any) -> bool:
+    """Return whether a policy computes in 16 bits with variables of 32."""
+    return policy.name in ("mixed_float16", "mixed_bfloat16")
+
+
 def _set_policy(layer: Any, policy: Any, before: str, kept: Collection[Any]) -> None:
     if layer.dtype_policy.name != before or any(layer is each for each in kept):
         return

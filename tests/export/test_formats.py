@@ -16,6 +16,11 @@ RUNS = {
     "digits": ["digits", "--epochs", "4"],
     "lm": ["lm_synthetic", "--max-steps", "60"],
 }
+NARROW = {
+    "narrow digits": [*RUNS["digits"], "--precision", "mixed_float16"],
+    "narrow lm": [*RUNS["lm"], "--precision", "mixed_bfloat16"],
+}
+"""The same, trained in 16 bits, which no runtime of these computes in."""
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +29,7 @@ def home(tmp_path_factory):
         for package in each.packages:
             pytest.importorskip(package, reason=f"{package} is not installed: see launch/lib/overlay.sh")
     folder = tmp_path_factory.mktemp("home")
-    for name, words in RUNS.items():
+    for name, words in {**RUNS, **NARROW}.items():
         hvdtrain("none", 1, *words, "--run-dir", name, "--plots", "False", cwd=folder)
     return folder
 
@@ -36,7 +41,7 @@ def cells():
                 yield name, mode
 
 
-@pytest.mark.parametrize(("name", "mode"), cells())
+@pytest.mark.parametrize(("name", "mode"), [*cells(), *((name, "float32") for name in NARROW)])
 def test_files_return_what_the_model_returns(home, name, mode):
     formats = [each for each, format_ in OTHERS.items() if mode in format_.modes]
     words = ["--format", *formats, "--quantize", mode, "--calibrate", "32", "--samples", "128"]

@@ -185,6 +185,16 @@ def test_a_model_that_is_compiled_adapted_or_of_16_bits_goes_into_every_format(t
     assert not loaded.compiled
 
 
+@pytest.mark.usefixtures("session")
+def test_a_model_of_mixed_precision_is_written_in_32_bits_and_goes_on_in_its_own(tmp_path):
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(8, "relu"), layers.Dense(2)])
+    hvdtrain.Trainer(model, precision="mixed_bfloat16")
+    assert model.layers[0].compute_dtype == "bfloat16"
+    assert export_one(model, tmp_path / "m.safetensors", "safetensors").difference == 0
+    assert {layer.dtype for layer in tensors.load(tmp_path / "m.safetensors").layers} == {"float32"}
+    assert [layer.compute_dtype for layer in model.layers] == ["bfloat16", "bfloat16"]
+
+
 def test_labels_and_weights_of_any_form_are_counted():
     shares = np.array([[0.9, 0.2], [0.4, 0.8]])
     assert Samples(None, np.array([0, 1])).accuracy(shares, "probabilities") == 1
