@@ -118,7 +118,9 @@ def parse(argv: list[str], read: FilesRead | None = None) -> Request:
         config = replace(config, data=replace(config.data, data_args=merged))
         if _begins_anew(base.tuning, config.tuning):
             tuning = replace(config.tuning, weights=_absolute(resumed))
-            files, config = replace(files, resume=None), replace(config, tuning=tuning)
+            most = given["training"].get("max_steps")  # not where the one before ended
+            training = replace(config.training, max_steps=most)
+            files, config = replace(files, resume=None), replace(config, tuning=tuning, training=training)
         elif files.run_dir is not None:
             raise ConfigError("--resume goes on with a run as it was, in its folder: it takes no --run-dir.")
         else:

@@ -219,11 +219,13 @@ def test_resume_excludes_another_start(run_dir, more):
 
 
 def test_a_run_that_is_pruned_or_adapted_from_now_on_is_a_new_one(run_dir):
+    (run_dir / "config.yaml").write_text(to_yaml(changed("training", max_steps=5)), encoding="utf-8")
     new = ["--epochs", "3", "--learning-rate", "1e-4", "--run-dir", "other"]
     for options in (["--prune", "0.8", "--prune-pattern", "2:4"], ["--lora", "8", "--lora-layers", "query|value"]):
         request = parse(["--resume", str(run_dir), *options, *new])
         assert (request.files.resume, request.files.run_dir) == (None, Path("other"))
         assert (request.config.tuning.weights, request.config.training.epochs) == (str(run_dir), 3)
+        assert request.config.training.max_steps is None  # the one before ended there
         # What it writes is resumed like any other run.
         (run_dir / "config.yaml").write_text(to_yaml(request.config), encoding="utf-8")
         again = parse(["--resume", str(run_dir), *options])
