@@ -9,7 +9,7 @@ from safetensors import safe_open
 
 from hvdtrain.compat.keras import flatten_layers
 from hvdtrain.config.errors import CheckpointError, ConfigError
-from hvdtrain.export.pruning import pruned_layers
+from hvdtrain.export.pruning import pruned_layers, refuse_slices
 from hvdtrain.export.tensors import quantization_of, write_arrays
 from hvdtrain.state.structure import structure_of
 
@@ -45,6 +45,7 @@ def lora(model: keras.Model, rank: int = 8, *, layers: str = "query|value", alph
     if not found:
         named = ", ".join(layer.path for layer in able[:8]) or "none: is it built?"
         raise ConfigError(f"lora finds no layer whose path has {layers!r}. Layers that can have an adapter: {named}.")
+    refuse_slices(found, "lora")
     if any(layer.lora_enabled for layer in found):
         raise ConfigError(
             "The model has adapters already: hvdtrain.merge_lora(model) makes them a part of its weights."

@@ -17,7 +17,7 @@ from hvdtrain.compat.keras import flatten_layers
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.tuning import FakeMode
 from hvdtrain.export.adapters import adapted_layers
-from hvdtrain.export.pruning import KERNELS, input_dims
+from hvdtrain.export.pruning import KERNELS, input_dims, refuse_slices
 from hvdtrain.export.tensors import quantization_of
 from hvdtrain.state.variables import unwrap
 
@@ -56,6 +56,7 @@ def fake_quantize(model: keras.Model, mode: FakeMode = "int8", *, layers: str | 
     if not found:
         named = f" whose path has {layers!r}" if layers else ""
         raise ConfigError(f"fake_quantize finds no Dense, EinsumDense or convolution{named}. Is the model built?")
+    refuse_slices(found, "fake_quantize")
     adapted = adapted_layers(model)
     for layer in found:
         states = {
@@ -102,6 +103,8 @@ class Rounding:
         layer: the layer.
         mode: see `fake_quantize`.
     """
+
+    needs_whole_kernel = True
 
     def __init__(self, layer: Any, mode: FakeMode) -> None:
         self._layer, self._call = layer, layer.call

@@ -5,6 +5,7 @@ it is the same on all ranks, which have the same weights, is in every checkpoint
 """
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import keras
@@ -13,6 +14,7 @@ import tensorflow as tf
 from hvdtrain.compat.keras import add_weight_when_built, flatten_layers
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.export.channels import chains_of
+from hvdtrain.runtime.placement import placement_of
 
 PATTERN, CHANNELS = "2:4", "channels"
 MASK, STEP = "pruning_mask", "pruning_step"
@@ -76,6 +78,7 @@ def prune(
         raise ConfigError(
             f"prune finds no trainable Dense, EinsumDense or convolution{lone}{named}. Is the model built?"
         )
+    refuse_slices(found, "prune")
     for layer in found:
         if isinstance(layer.kernel.constraint, Pruned):
             raise ConfigError(f"The layer {layer.path!r} is pruned already.")
@@ -91,6 +94,16 @@ def prune(
         for vector, repeats in chains[id(layer)].vectors if chains else ():
             vector.constraint = Follows(pruned, vector, repeats)
     return [layer.path for layer in found]
+
+
+def refuse_slices(layers: Iterable[Any], what: str) -> None:
+    """Refuse layers of which each rank has a slice. Raises ConfigError naming the first."""
+    for layer in layers:
+        if any(placement_of(weight) is not None for weight in layer.weights):
+            raise ConfigError(
+                f"{what} takes layers that a rank holds whole. Received: {layer.path!r}, of which each rank along tp "
+                "has a slice: leave it out by layers, or divide the model's state by zero=3."
+            )
 
 
 def pruned_layers(model: keras.Model) -> list[Any]:

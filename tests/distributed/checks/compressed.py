@@ -7,6 +7,7 @@ import keras
 import numpy as np
 from as_keras import assert_same, assert_trained_as_keras
 from keras import layers
+from meshes import on_mesh
 from world import World, computing_in, flat_bytes, refused
 from worlds import worlds
 
@@ -206,6 +207,34 @@ def check_rounded_models_are_those_of_one_process(world: World) -> None:
 def check_rounded_models_of_4_bits_are_those_of_one_process(world: World) -> None:
     for options in ({}, {"jit": True}):
         as_keras(world, lambda: rounded_model("int4"), (6, 6, 4), **options)
+
+
+@worlds("mpirun-2", extended=True, why="layers of which ranks have slices")
+def check_layers_that_are_cut_are_refused(world: World) -> None:
+    """A rank would choose zeros of its slice, and take the scale of its slice for that of the kernel."""
+    changes: dict[str, Callable[..., Any]] = {
+        "prune": lambda model: hvdtrain.prune(model, 0.5, layers="up|down"),
+        "fake_quantize": lambda model: hvdtrain.fake_quantize(model, layers="up|down"),
+        "lora": lambda model: hvdtrain.lora(model, 2, layers="up|down"),
+    }
+    rules = {"up/kernel": (None, "tp"), "up/bias": ("tp",), "down/kernel": ("tp", None)}
+
+    def build() -> keras.Model:
+        x = keras.Input((8,))
+        return keras.Model(x, layers.Dense(4, name="down")(layers.Dense(16, "relu", name="up")(x)))
+
+    with on_mesh(world, "tp=2"):
+        for name, change in changes.items():
+
+            def changed(change: Callable[..., Any] = change) -> keras.Model:
+                model = build()
+                change(model)
+                return model
+
+            with refused(f"{name} takes layers that a rank holds whole. Received: 'up'", ConfigError):
+                change(hvdtrain.parallelize(build, rules))
+            with refused("whole variable" if name == "prune" else "cannot be cut", ConfigError):
+                hvdtrain.parallelize(changed, rules)
 
 
 def distiller() -> keras.Model:

@@ -153,7 +153,8 @@ def _counting(layer: Any, whole_call: Callable[..., Any], counts: dict[str, int]
 
 def refuse_other_weights(layer: Any) -> None:
     """Reject layers with weights besides the kernel. Raises ConfigError for LoRA or quantization."""
-    if getattr(layer, "lora_enabled", False) or layer.quantization_mode is not None:
+    rounds = getattr(vars(layer).get("call"), "needs_whole_kernel", False)
+    if getattr(layer, "lora_enabled", False) or layer.quantization_mode is not None or rounds:
         raise ConfigError(
             f"{described(layer)} has a LoRA or is quantized, and cannot be cut: enable that after training, or leave "
             "its variables whole."
