@@ -35,6 +35,12 @@ FREE_OPTIONS = {
 """By section: the length of the run, how samples are read, and what each rank holds and computes at a time."""
 RUNS_BEFORE = ("weights", "teacher")
 """Options that name the folder of another run."""
+OWNED = {
+    ("prune", "prune_pattern"): ("prune_layers", "prune_epochs"),
+    ("lora",): ("lora_layers", "lora_alpha"),
+    ("teacher",): ("distill_temperature", "distill_weight"),
+}
+"""Options of tuning that mean nothing without one of others."""
 PLACES = ("path", "validation_path")
 """Arguments for the location of samples, which are compared with those that the run began with."""
 AUTO = Path("auto")
@@ -110,9 +116,12 @@ def parse(argv: list[str], read: FilesRead | None = None) -> Request:
     base = located(_base(name, files, read), start)
     if named not in (None, base.recipe):
         raise ConfigError(f"The recipe is the first word: python -m hvdtrain {named}.")
+    given["tuning"] = _with_owners(base.tuning, given["tuning"])
     config = _override(without_foreign_arguments(base, _override(base, given)), given)
     resumed = files.resumed
     if resumed is not None:
+        if "weights" in given["tuning"]:
+            raise ConfigError("--resume RUN begins with the weights of RUN: it takes no --weights.")
         # Only the location is given on resume; the other arguments stay.
         merged = {**base.data.data_args, **config.data.data_args}
         config = replace(config, data=replace(config.data, data_args=merged))
@@ -170,9 +179,18 @@ def _base(name: str | None, files: Files, read: FilesRead) -> Config:
 
 def _begins_anew(before: TuningConfig, chosen: TuningConfig) -> bool:
     """Return whether a run with these options begins with the weights of the one before, in a folder of its own."""
-    return replace(chosen, teacher=None) != replace(before, teacher=None) or (
-        before.teacher is None and chosen.teacher is not None
+    kept = {name: value for name, value in vars(before).items() if name != "teacher"}  # it may have been moved
+    return any(getattr(chosen, name) != value for name, value in kept.items()) or (
+        (before.teacher is None) != (chosen.teacher is None)
     )
+
+
+def _with_owners(before: TuningConfig, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the given options, and the defaults of those whose owner is unset by them."""
+    after = {**vars(before), **given}
+    alone = [name for owners, names in OWNED.items() if not any(after[owner] for owner in owners) for name in names]
+    plain = vars(TuningConfig())
+    return {**{name: plain[name] for name in alone if after[name] == getattr(before, name)}, **given}
 
 
 def _absolute(place: str | Path) -> str:

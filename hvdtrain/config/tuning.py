@@ -14,6 +14,7 @@ _WHOLE = excludes(
     why="a rank must hold each layer whole",
     instead=f"divide the model's state by {opt('zero', 3)}",
 )
+_IN_PLACE = excludes("sync_batch_norm", why="it makes a copy of the model, which has none of it")
 _FROZEN = excludes("lora", why="adapters freeze what would be trained")
 
 
@@ -30,7 +31,7 @@ class TuningConfig:
 
     weights: str | None = flag(None, excludes("pp", why="a stage has no place for the other layers"))
     """Begin with the weights of the run, or of the checkpoint, in this folder."""
-    lora: int | None = flag(None, "[1, inf)", _WHOLE)
+    lora: int | None = flag(None, "[1, inf)", _WHOLE, _IN_PLACE)
     """Train adapters of this rank, two small matrices beside each chosen kernel, and freeze all else."""
     lora_layers: str = flag("query|value", applies_to("lora"), valid=_is_expression)
     """Layers that have one: those in whose path this regular expression is found."""
@@ -48,9 +49,9 @@ class TuningConfig:
     """Divides the logits of both: above 1 unlikely classes count more."""
     distill_weight: float = flag(0.9, "(0, 1]", applies_to("teacher"))
     """Share of the teacher in the loss; the data have the rest."""
-    prune: float | None = flag(None, "(0, 1)", _WHOLE, _FROZEN)
+    prune: float | None = flag(None, "(0, 1)", _WHOLE, _IN_PLACE, _FROZEN)
     """Make this share of each kernel zero, its smallest weights."""
-    prune_pattern: Literal["2:4", "channels"] | None = flag(None, _WHOLE, _FROZEN)
+    prune_pattern: Literal["2:4", "channels"] | None = flag(None, _WHOLE, _IN_PLACE, _FROZEN)
     """Zeros in two of four neighbours along a kernel's inputs, or more by --prune: GPUs compute these faster. Or whole
     channels, which are taken out at the end.
     """
@@ -58,5 +59,5 @@ class TuningConfig:
     """Only layers in whose path this regular expression is found."""
     prune_epochs: int = flag(1, "[0, inf)", applies_to("prune", "prune_pattern"))
     """Epochs in which the zeros become so many; 0: from the first step."""
-    fake_quantize: FakeMode | None = flag(None, _WHOLE, _FROZEN)
-    """Train kernels as they will be with fewer bits, for `export --quantize` of the same mode."""
+    fake_quantize: FakeMode | None = flag(None, _WHOLE, _IN_PLACE, _FROZEN)
+    """Train kernels as they will be with fewer bits, for an export with --quantize of the same mode."""

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from hvdtrain.compat.keras import flatten_layers
 from hvdtrain.config.errors import CheckpointError, ConfigError
 from hvdtrain.export.pruning import pruned_layers, refuse_slices
-from hvdtrain.export.tensors import quantization_of, write_arrays
+from hvdtrain.export.tensors import is_rounded, quantization_of, write_arrays
 from hvdtrain.state.structure import structure_of
 
 ALPHA = "alpha"
@@ -52,7 +52,8 @@ def lora(model: keras.Model, rank: int = 8, *, layers: str = "query|value", alph
         )
     for layer in found:
         kept = getattr(layer, "kernel_constraint", None) or getattr(layer, "embeddings_constraint", None)
-        reason = "is quantized" if quantization_of(layer) else "has a constraint" if kept is not None else ""
+        states = {"is quantized": quantization_of(layer), "is rounded": is_rounded(layer), "has a constraint": kept}
+        reason = next((words for words, state in states.items() if state), "")
         if reason:
             raise ConfigError(
                 f"lora gives no adapter to the layer {layer.path!r}, which {reason}: leave it out by layers."

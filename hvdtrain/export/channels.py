@@ -9,13 +9,16 @@ from typing import Any
 import keras
 import numpy as np
 
+from hvdtrain.compat.keras import nodes_of
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.state.layer_states import copy_states
 
 _layers = keras.layers
 PRODUCERS = (_layers.Dense, _layers.Conv1D, _layers.Conv2D, _layers.Conv3D)
 """Layers whose outputs are channels, each of which has a slice of the kernel; they are who reads channels, too."""
+ELEMENTWISE = (_layers.Activation, _layers.ReLU, _layers.LeakyReLU, _layers.ELU)
 PASSES = (
-    *(_layers.Activation, _layers.ReLU, _layers.LeakyReLU, _layers.ELU, _layers.BatchNormalization, _layers.Flatten),
+    *(*ELEMENTWISE, _layers.BatchNormalization, _layers.Flatten),
     *(_layers.Dropout, _layers.SpatialDropout1D, _layers.SpatialDropout2D, _layers.SpatialDropout3D),
     *(_layers.MaxPooling1D, _layers.MaxPooling2D, _layers.MaxPooling3D),
     *(_layers.AveragePooling1D, _layers.AveragePooling2D, _layers.AveragePooling3D),
@@ -62,63 +65,86 @@ def chains_of(model: keras.Model) -> dict[int, Chain]:
     """Return the chain of each layer whose channels can be taken out, by the layer's id."""
     if not getattr(model, "inputs", None) or not model.outputs:
         return {}
-    graph = keras.Model(model.inputs, model.outputs)
-    calls: dict[int, int] = defaultdict(int)
-    readers: dict[int, list[Any]] = defaultdict(list)
-    for operation in graph.operations:
-        calls[id(operation)] += 1
-        for tensor in keras.tree.flatten(operation.input) if calls[id(operation)] == 1 else ():
-            readers[id(tensor)].append(operation)
-    outputs = {id(tensor) for tensor in keras.tree.flatten(graph.outputs)}
+    nodes = nodes_of(keras.Model(model.inputs, model.outputs)) or []
+    graph = _Graph(
+        calls=defaultdict(list),
+        readers=defaultdict(list),
+        outputs={id(tensor) for tensor in keras.tree.flatten(model.outputs)},
+    )
+    for node in nodes:
+        graph.calls[id(node.operation)].append(node)
+        for tensor in node.input_tensors:
+            graph.readers[id(tensor)].append(node.operation)
     found = {}
-    for layer in graph.operations:
-        if _is_producer(layer) and not isinstance(layer.output, list):
+    for layer in (node.operation for node in nodes):
+        if _is_plain(layer) and layer.built and _keeps_zeros(layer.activation):
             chain = Chain(layer)
-            if _follow(layer.output, chain, readers, outputs=outputs, repeats=1):
+            if graph.follow(layer, chain, repeats=1) and all(vector.trainable for vector, _ in chain.vectors):
                 found[id(layer)] = chain
     return found
 
 
-def _is_producer(layer: Any) -> bool:
-    if type(layer) not in PRODUCERS or not layer.built:
-        return False
-    plain = getattr(layer, "groups", 1) == 1 and getattr(layer, "data_format", "channels_last") == "channels_last"
-    return plain and _keeps_zeros(layer.activation)
+def _is_plain(layer: Any) -> bool:
+    """Return whether a layer has a slice of its kernel for each channel in and out, the last dims."""
+    alike = getattr(layer, "groups", 1) == 1 and getattr(layer, "data_format", "channels_last") == "channels_last"
+    return type(layer) in PRODUCERS and alike
 
 
-def _keeps_zeros(activation: Any) -> bool:
-    """Return whether a function takes zeros, and each number by itself, to zeros."""
-    values = np.array([[0.0, 1.0], [0.0, -2.0]], "float32")
-    outputs = np.asarray(activation(keras.ops.convert_to_tensor(values)))
-    return bool(np.all(outputs[:, 0] == 0))
+def _keeps_zeros(function: Any) -> bool:
+    """Return whether a function takes each number by itself, and zero to zero."""
+    values = np.array([[0.0, 1.0, -2.0], [0.0, -0.5, 3.0]], "float32")
+    outputs = np.asarray(function(keras.ops.convert_to_tensor(values)))
+    alone = [np.asarray(function(keras.ops.convert_to_tensor(values[:, [place]]))) for place in range(3)]
+    return bool(np.all(outputs[:, 0] == 0) and np.allclose(outputs, np.concatenate(alone, axis=1), rtol=1e-5))
 
 
-def _follow(tensor: Any, chain: Chain, readers: dict[int, list[Any]], *, outputs: set[int], repeats: int) -> bool:
-    """Follow channels to all who read them, and return whether each can do without some."""
-    if id(tensor) in outputs or not readers[id(tensor)]:
-        return False
-    for layer in readers[id(tensor)]:
-        if type(layer) in PRODUCERS and getattr(layer, "groups", 1) == 1:
-            if len(tensor.shape) != len(layer.kernel.shape) and not isinstance(layer, _layers.Dense):
+@dataclass
+class _Graph:
+    """The calls of a model's layers."""
+
+    calls: dict[int, list[Any]]
+    """Keras' node of each call of a layer, by the layer's id."""
+    readers: dict[int, list[Any]]
+    """Those that read a tensor, by its id."""
+    outputs: set[int]
+    """Ids of the model's outputs."""
+
+    def follow(self, layer: Any, chain: Chain, *, repeats: int) -> bool:
+        """Follow the outputs of a layer to all who read them, and return whether each can do without some.
+
+        A layer that is called twice has other channels in its other call.
+        """
+        tensor = self.calls[id(layer)][0].outputs[0]
+        readers = self.readers[id(tensor)]
+        if len(self.calls[id(layer)]) != 1 or id(tensor) in self.outputs or not readers:
+            return False
+        for reader in readers:
+            if len(self.calls[id(reader)]) != 1:
                 return False
-            chain.readers.append((layer, repeats))
-            continue
+            if _is_plain(reader):
+                if len(tensor.shape) != len(reader.kernel.shape) and not isinstance(reader, _layers.Dense):
+                    return False
+                chain.readers.append((reader, repeats))
+                continue
+            further = self._passes(reader, chain, tensor, repeats)
+            if not further or not self.follow(reader, chain, repeats=further):
+                return False
+        return True
+
+    @staticmethod
+    def _passes(layer: Any, chain: Chain, tensor: Any, repeats: int) -> int:
+        """Return for how many outputs of a layer a channel stands; 0 if it does not keep channels apart, or zeros."""
         if type(layer) not in PASSES or getattr(layer, "data_format", "channels_last") != "channels_last":
-            return False
-        if isinstance(layer, _layers.Activation) and not _keeps_zeros(layer.activation):
-            return False
-        further = repeats
+            return 0
+        if isinstance(layer, ELEMENTWISE) and not _keeps_zeros(layer):
+            return 0
         if isinstance(layer, _layers.BatchNormalization):
             if layer.axis not in (-1, len(tensor.shape) - 1) or not layer.scale:  # it moves zeros by its mean
-                return False
+                return 0
             chain.norms.append((layer, repeats))
-        elif isinstance(layer, _layers.Flatten):
-            if None in tensor.shape[1:]:
-                return False
-            further = repeats * math.prod(tensor.shape[1:-1])
-        if not _follow(layer.output, chain, readers, outputs=outputs, repeats=further):
-            return False
-    return True
+        if not isinstance(layer, _layers.Flatten):
+            return repeats
+        return 0 if None in tensor.shape[1:] else repeats * math.prod(tensor.shape[1:-1])
 
 
 def take_out_channels(model: keras.Model) -> keras.Model:
@@ -130,11 +156,12 @@ def take_out_channels(model: keras.Model) -> keras.Model:
         model: a functional or Sequential model, pruned by `prune(pattern="channels")` and finished.
 
     Raises:
-        ConfigError: a model of a class of its own.
+        ConfigError: a model of a class of its own, or one that Keras cannot copy.
 
     Example::
 
-        hvdtrain.prune(model, 0.5, pattern="channels", layers="dense")
+        model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(64, "relu"), keras.layers.Dense(8)])
+        hvdtrain.prune(model, 0.5, pattern="channels")
         hvdtrain.Trainer(model, "adam", loss).fit(x, y)
         hvdtrain.finish_pruning(model)
         smaller = hvdtrain.take_out_channels(model)
@@ -165,10 +192,14 @@ def take_out_channels(model: keras.Model) -> keras.Model:
     compiled, model.compiled = model.compiled, False  # its optimizer is of the whole model
     try:
         copy = keras.models.clone_model(model, clone_function=smaller)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        said = " ".join(str(error).split())[:200]
+        raise ConfigError(f"Channels are taken out of a copy of a model, which Keras cannot make: {said}") from error
     finally:
         model.compiled = compiled
-    for layer, own in zip(model.layers, copy.layers, strict=True):
-        own.set_weights([*_sliced(layer, kept[layer.name])])
+    for layer in (each for each in model.layers if each.weights):
+        copy.get_layer(layer.name).set_weights([*_sliced(layer, kept[layer.name])])
+    copy_states(model, copy)
     return copy
 
 

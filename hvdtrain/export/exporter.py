@@ -109,6 +109,11 @@ def export(
     for path in targets.values():
         if path.exists():
             raise ConfigError(f"{path} exists, and nothing is overwritten. Remove it, or name another folder by --to.")
+    rounded = next(filter(tensors.is_rounded, flatten_layers(subject.model)), None)
+    if rounded is not None:
+        raise ConfigError(
+            f"The layer {rounded.path!r} has a rounded kernel: call hvdtrain.finish_fake_quantize(model) before."
+        )
     with computing_in_float32(subject.model) as policy:
         found, remarks = _exported(subject, targets, formats, quantization=quantization, points=points)
     if policy:

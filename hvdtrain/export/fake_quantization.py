@@ -17,8 +17,8 @@ from hvdtrain.compat.keras import flatten_layers
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.tuning import FakeMode
 from hvdtrain.export.adapters import adapted_layers
-from hvdtrain.export.pruning import KERNELS, input_dims, refuse_slices
-from hvdtrain.export.tensors import quantization_of
+from hvdtrain.export.pruning import KERNELS, input_dims, letters_of, refuse_slices
+from hvdtrain.export.tensors import is_rounded, quantization_of
 from hvdtrain.state.variables import unwrap
 
 BLOCK = 128
@@ -37,7 +37,7 @@ def fake_quantize(model: keras.Model, mode: FakeMode = "int8", *, layers: str | 
         model: a built model.
         mode: `int8`, or `int4` for kernels in groups of 128 inputs, as Keras does by default.
         layers: an expression that is searched for in the paths of layers; None: all Dense, EinsumDense, convolutions.
-            Of convolutions, which LiteRT quantizes and Keras does not, the kernel alone is rounded.
+            Of convolutions, which LiteRT quantizes to 8 bits and Keras does not, the kernel alone is rounded.
 
     Raises:
         ConfigError: another mode, no layer of that name, or one that is quantized, has an adapter, or is rounded.
@@ -51,7 +51,8 @@ def fake_quantize(model: keras.Model, mode: FakeMode = "int8", *, layers: str | 
     """
     if mode not in get_args(FakeMode):
         raise ConfigError(f"fake_quantize takes {' or '.join(get_args(FakeMode))}. Received: {mode!r}.")
-    able = [layer for layer in flatten_layers(model) if layer.built and isinstance(layer, KERNELS)]
+    kinds = KERNELS if mode == "int8" else KERNELS[:2]  # nobody has convolutions of 4 bits in groups
+    able = [layer for layer in flatten_layers(model) if layer.built and isinstance(layer, kinds)]
     found = [layer for layer in able if re.search(layers or "", layer.path)]
     if not found:
         named = f" whose path has {layers!r}" if layers else ""
@@ -62,7 +63,7 @@ def fake_quantize(model: keras.Model, mode: FakeMode = "int8", *, layers: str | 
         states = {
             "is quantized": quantization_of(layer),
             "has an adapter": layer in adapted,
-            "is rounded": _is_fake(layer),
+            "is rounded": is_rounded(layer),
         }
         state = next((words for words, holds in states.items() if holds), None)
         if state is not None:
@@ -76,13 +77,15 @@ def fake_quantize(model: keras.Model, mode: FakeMode = "int8", *, layers: str | 
 def finish_fake_quantize(model: keras.Model) -> None:
     """Let a model compute with its weights again, before they are quantized or exported.
 
+    A `Trainer` of before goes on with what it has compiled: make a new one, or call the model's own `predict`.
+
     Example::
 
         hvdtrain.fake_quantize(model)
         hvdtrain.Trainer(model, "adam", loss).fit(x, y)
         hvdtrain.finish_fake_quantize(model)
     """
-    for layer in filter(_is_fake, flatten_layers(model)):
+    for layer in filter(is_rounded, flatten_layers(model)):
         del layer.call
     _trace_anew(model)
 
@@ -90,10 +93,6 @@ def finish_fake_quantize(model: keras.Model) -> None:
 def _trace_anew(model: keras.Model) -> None:
     """Let go of functions that were compiled with other kernels."""
     model.train_function = model.test_function = model.predict_function = None
-
-
-def _is_fake(layer: Any) -> bool:
-    return isinstance(vars(layer).get("call"), Rounding)
 
 
 class Rounding:
@@ -108,11 +107,9 @@ class Rounding:
 
     def __init__(self, layer: Any, mode: FakeMode) -> None:
         self._layer, self._call = layer, layer.call
-        self._kernel: Callable[[Any, list[int]], Any] = in_groups if mode == "int4" else by_channel
-        convolutes = not isinstance(layer, keras.layers.Dense | keras.layers.EinsumDense)
-        if convolutes:
-            self._kernel = by_channel
-        self._input_dims = [] if convolutes or mode == "int4" else summed_inputs(layer)
+        self._kernel: Callable[[Any, list[int]], Any] = in_groups if mode == "int4" else dequantized
+        rounds_inputs = mode == "int8" and isinstance(layer, keras.layers.Dense | keras.layers.EinsumDense)
+        self._input_dims = summed_inputs(layer) if rounds_inputs else []
 
     def __call__(self, inputs: Any, *args: Any, **options: Any) -> Any:
         """Compute the layer's outputs."""
@@ -120,9 +117,10 @@ class Rounding:
         kernel = held["_kernel"]
         value = tf.convert_to_tensor(unwrap(kernel))  # in its own precision
         rounded = keras.ops.cast(straight_through(value, self._kernel(value, input_dims(self._layer))), kernel.dtype)
-        held["_kernel"] = keras.ops.cast(rounded, self._layer.compute_dtype)
         if self._input_dims:
-            inputs = straight_through(inputs, _dequantized(inputs, self._input_dims))
+            inputs = keras.ops.cast(inputs, self._layer.compute_dtype)
+            inputs = straight_through(inputs, dequantized(inputs, self._input_dims))
+        held["_kernel"] = keras.ops.cast(rounded, self._layer.compute_dtype)
         try:
             return self._call(inputs, *args, **options)
         finally:
@@ -138,19 +136,16 @@ def summed_inputs(layer: Any) -> list[int]:
     """Return the dims of a layer's inputs over which it sums, from the last one on: -1 …"""
     if isinstance(layer, keras.layers.Dense):
         return [-1]
-    inputs, kernel, outputs = re.fullmatch(r"(.*),(.*)->(.*)", layer.equation).groups()  # type: ignore[union-attr]
+    inputs, kernel, outputs = letters_of(layer)
     letters = inputs.replace("...", ".")
     return [place - len(letters) for place, letter in enumerate(letters) if letter in kernel and letter not in outputs]
 
 
-def _dequantized(value: Any, dims: list[int]) -> Any:
-    integers, scale = keras.quantizers.abs_max_quantize(value, axis=tuple(dims))
-    return keras.ops.cast(integers, value.dtype) / scale
-
-
-def by_channel(kernel: Any, dims: list[int]) -> Any:
-    """Return a kernel as 8 bits with one scale for each output have it."""
-    return _dequantized(kernel, dims)
+def dequantized(value: Any, dims: list[int]) -> Any:
+    """Return numbers as 8 bits have them, with one scale over these dims."""
+    wide = keras.ops.cast(value, "float32")  # the scale of small numbers is too large for float16
+    integers, scale = keras.quantizers.abs_max_quantize(wide, axis=tuple(dims))
+    return keras.ops.cast(integers, "float32") / scale
 
 
 def in_groups(kernel: Any, dims: list[int]) -> Any:

@@ -117,11 +117,16 @@ def _is_chosen(layer: Any, layers: str | None) -> bool:
     return getattr(kernel, "trainable", False) and re.search(layers or "", layer.path) is not None
 
 
+def letters_of(layer: keras.layers.EinsumDense) -> tuple[str, ...]:
+    """Return the letters of the dims of a layer's inputs, kernel and outputs."""
+    return re.fullmatch(r"(.*),(.*)->(.*)", layer.equation).groups()  # type: ignore[union-attr]
+
+
 def input_dims(layer: Any) -> list[int]:
     """Return the dims of a layer's kernel over which it sums, the last one that of features."""
     if not isinstance(layer, keras.layers.EinsumDense):
         return list(range(len(layer.kernel.shape) - 1))
-    inputs, kernel, outputs = re.fullmatch(r"(.*),(.*)->(.*)", layer.equation).groups()  # type: ignore[union-attr]
+    inputs, kernel, outputs = letters_of(layer)
     return [dim for dim, letter in enumerate(kernel) if letter in inputs and letter not in outputs]
 
 

@@ -109,6 +109,11 @@ def quantized_layers(model: keras.Model) -> dict[int, str]:
     return {place: mode for place, layer in enumerate(flatten_layers(model)) if (mode := quantization_of(layer))}
 
 
+def is_rounded(layer: Any) -> bool:
+    """Return whether `fake_quantize` lets a layer compute with a rounded kernel."""
+    return bool(getattr(vars(layer).get("call"), "needs_whole_kernel", False))
+
+
 def quantization_of(layer: Any) -> str | None:
     """Return how a layer is quantized; None if it is not."""
     policy = layer.dtype_policy

@@ -1,6 +1,7 @@
 """MLflow."""
 
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,6 +11,8 @@ from hvdtrain.observability.tracker import Tracker
 
 TAG = "hvdtrain.training"
 """Identifies the run of a training."""
+NOT_IN_NAMES = re.compile(r"[^\w\-./: ]")
+"""What MLflow refuses in the name of a metric."""
 MOST_PARAMETERS, MOST_CHARACTERS = 100, 6000
 """What MLflow takes in one request, and in one value."""
 
@@ -74,7 +77,8 @@ class MlflowTracker(Tracker):
 
     def write(self, figures: dict[str, float], step: int) -> None:
         now = int(time.time() * 1000)
-        metrics = [self._mlflow.entities.Metric(name, value, now, step) for name, value in figures.items()]
+        named = {NOT_IN_NAMES.sub("_", name): value for name, value in figures.items()}
+        metrics = [self._mlflow.entities.Metric(name, value, now, step) for name, value in named.items()]
         self._sent = self._client.log_batch(self._run, metrics=metrics, synchronous=False)
 
     def end(self, results: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from hvdtrain.config.errors import ConfigError
 from hvdtrain.observability.events import EpochRecord, Observer, RunInfo, StepRecord
 from hvdtrain.observability.jsonl import flat_record
 from hvdtrain.observability.tensorboard import curves_of
+from hvdtrain.runtime.logs import LOGGER
 
 NO_FACTS = {"wording", "run_dir"}
 """Fields of `RunInfo` that are no parameters of a training."""
@@ -32,7 +33,9 @@ class Tracker(keras.callbacks.Callback, Observer):
         super().__init__()
         self._parameters = dict(parameters or {})
         self._training, self._agreed = uuid.uuid4().hex[:16], False
-        self._open = False
+        self._open = self._ended = False
+        self.required = True
+        """Whether a run that cannot be begun is an error; else the training goes on without."""
 
     def get_state(self) -> dict[str, Any]:
         """Return what identifies the run, for checkpoints."""
@@ -41,6 +44,25 @@ class Tracker(keras.callbacks.Callback, Observer):
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Go on with a run."""
         self._training, self._agreed = state["training"], True
+
+    def prepare(self, step: int, *, required: bool) -> None:
+        """Note, on every rank, that a training begins or goes on after so many steps.
+
+        Args:
+            step: finished steps; a new training is a new run.
+            required: see `self.required`.
+        """
+        if self._ended and not step:
+            self._training, self._agreed = uuid.uuid4().hex[:16], False
+        self.required, self._ended = required, False
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Refuse Keras' own `fit`, which tells nothing to observers. Raises ConfigError."""
+        if not self._agreed:
+            raise ConfigError(f"{type(self).__name__} is for hvdtrain.Trainer(model).fit: Model.fit tells it nothing.")
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self._ended = True
 
     def on_start(self, info: RunInfo) -> None:
         """Begin the run, or go on with it.
@@ -53,8 +75,12 @@ class Tracker(keras.callbacks.Callback, Observer):
         try:
             self.begin(self._training, name, {**facts, **self._parameters})
         except Exception as error:  # of many kinds: no account, no network, no such place
-            raise ConfigError(f"{self.output} cannot begin a run: {' '.join(str(error).split())}") from error
-        self._open = True
+            said = f"{self.output} cannot begin a run: {' '.join(str(error).split())}"
+            if self.required:
+                raise ConfigError(said) from error
+            LOGGER.warning(f"{said}. Training goes on without it.")
+        else:
+            self._open = True
 
     def on_step(self, record: StepRecord) -> None:
         """Write the figures of a logged step, as `train/loss` …"""
@@ -67,6 +93,8 @@ class Tracker(keras.callbacks.Callback, Observer):
 
     def on_end(self, summary: Mapping[str, Any]) -> None:
         """Write the results, and end the run."""
+        if not self._open:
+            return
         with self._reached():
             self.end({name: value for name, value in summary.items() if isinstance(value, bool | int | float | str)})
         self._open = False
@@ -75,10 +103,14 @@ class Tracker(keras.callbacks.Callback, Observer):
         """End the run as one that was interrupted, if it has not ended: it may go on later."""
         if self._open:
             self._open = False
-            with self._reached():
+            try:
                 self.interrupt()
+            except Exception as error:  # another one may have ended the training
+                LOGGER.warning(f"{self.output} cannot end the run: {' '.join(str(error).split())}")
 
     def _write(self, figures: Mapping[str, Any], step: int, epoch: int) -> None:
+        if not self._open:
+            return
         values = {curve: float(each) for name, value in figures.items() for curve, each in _curves(name, value).items()}
         with self._reached():
             self.write({**values, "epoch": epoch + 1}, step)

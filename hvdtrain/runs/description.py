@@ -47,14 +47,19 @@ class RunDescription:
 
     def zeros(self) -> Any:
         """Return inputs of one sample that are all zeros."""
-        import numpy as np
-
-        return map_signature(lambda leaf: np.zeros([1, *leaf["shape"]], leaf["dtype"]), self.inputs)
+        return zeros_of(self.inputs)
 
     def name_of(self, label: int) -> str:
         """Return the name of a label, or its number if it has none."""
         names = self.preprocessing.class_names
         return str(label) if names is None else names[label]
+
+
+def zeros_of(signature: Any) -> Any:
+    """Return inputs of one sample that are all zeros."""
+    import numpy as np
+
+    return map_signature(lambda leaf: np.zeros([1, *leaf["shape"]], leaf["dtype"]), signature)
 
 
 def map_signature(function: Any, signature: Any) -> Any:
@@ -128,10 +133,22 @@ def _on_this_host(path: Path, files: FilesRead) -> Path:
 
 def describe_run(config: DataConfig, splits: "DataSplits", model: Any, loss: Any) -> RunDescription:
     """Return the description of a built Keras model and its loss, or losses, for the samples of `splits`."""
+    from hvdtrain.models.objective import output_kind
+
+    return RunDescription(
+        data=config.data,
+        inputs=inputs_of(splits),
+        classes=splits.classes,
+        outputs=output_kind(model, loss, splits.classes),
+        preprocessing=splits.preprocessing,
+    )
+
+
+def inputs_of(splits: "DataSplits") -> Any:
+    """Return dtype and shape of one input of a model for the samples of `splits`; see `RunDescription.inputs`."""
     import tensorflow as tf
 
     from hvdtrain.data.source import batch_spec
-    from hvdtrain.models.objective import output_kind
 
     specs = splits.train.spec
     if splits.finish is not None:
@@ -139,13 +156,7 @@ def describe_run(config: DataConfig, splits: "DataSplits", model: Any, loss: Any
         finish = tf.function(splits.finish, autograph=False)
         specs = finish.get_concrete_function(*batch_spec(splits.train)).structured_outputs
         specs = tf.nest.map_structure(lambda tensor: tf.TensorSpec(tensor.shape[1:], tensor.dtype), specs)
-    return RunDescription(
-        data=config.data,
-        inputs=_plain(specs[0]),
-        classes=splits.classes,
-        outputs=output_kind(model, loss, splits.classes),
-        preprocessing=splits.preprocessing,
-    )
+    return _plain(specs[0])
 
 
 def _plain(spec: Any) -> Any:

@@ -25,7 +25,7 @@ from hvdtrain.recipes import run_name
 from hvdtrain.runs.description import RunDescription
 from hvdtrain.runs.folder import RunFolder
 from hvdtrain.runs.run_data import check_loaded, evaluation_of, left_out, loaded_splits
-from hvdtrain.runs.trainers import trained
+from hvdtrain.runs.trainers import restoring_trainer
 from hvdtrain.runtime.session import Session
 
 SplitName = Literal["validation", "train", "all"]
@@ -62,7 +62,7 @@ def evaluate(
     sources = {"validation": [splits.validation], "train": [splits.train], "all": [splits.train, splits.validation]}
     steps, sizes = config.training.validation_steps, [source.size for source in sources[chosen]]
     batches = Batches([evaluation_of(each, config.data, splits, backend, steps=steps) for each in sources[chosen]])
-    trainer = trained(config, description.sample_shape, splits.classes, backend)
+    trainer = restoring_trainer(config, description, splits.classes, backend)
     check_shapes(trainer.model, splits, model_family(config.model).loss())
     trainer.build_on(next(iter(batches)))
     trainer.restore(folder.checkpoints, checkpoint)

@@ -23,7 +23,7 @@ from hvdtrain.models.registry import build_model, layout_rules, model_family
 from hvdtrain.optim.optimizers import build_optimizer
 from hvdtrain.optim.precision import precision
 from hvdtrain.parallel.parallelize import parallelize
-from hvdtrain.runs.description import RunDescription
+from hvdtrain.runs.description import RunDescription, inputs_of, zeros_of
 from hvdtrain.runs.run_data import RunData, check_batch
 from hvdtrain.runs.tuning import (
     Begun,
@@ -86,26 +86,28 @@ def checked_trainer(
 def _begun(config: Config, splits: DataSplits, backend: Backend, *, goes_on: bool) -> Begun:
     """Return what a run begins with; of one that goes on, its teacher alone. Collective."""
     tuning, weights, teacher = config.tuning, None, None
+    if tuning == TuningConfig():
+        return NOTHING
     if tuning.weights is not None and not goes_on:
         weights = earlier_run("--weights", Path(tuning.weights), backend)
         check_prepared_alike(weights, splits)
     if tuning.teacher is not None:
         teacher = earlier_run("--teacher", Path(tuning.teacher), backend)
         check_teacher(teacher, splits)
-    known = weights or teacher
     return Begun(
-        base=_restored(weights, backend),
-        teacher=_restored(teacher, backend),
+        base=_restored(weights, backend, narrows=False),
+        teacher=_restored(teacher, backend, narrows=True),
         named="" if weights is None else weights.named,
-        zeros=None if known is None else known.description.zeros(),
+        zeros=zeros_of(inputs_of(splits)),
     )
 
 
-def _restored(run: Earlier | None, backend: Backend) -> Any:
+def _restored(run: Earlier | None, backend: Backend, *, narrows: bool) -> Any:
     """Return the model of an earlier run, with the weights that it is evaluated with. Collective."""
     if run is None:
         return None
-    with trained_model(run.config, run.description, run.place, "newest", backend) as model:
+    place = run.place
+    with trained_model(run.config, run.description, place, "newest", backend, narrows=narrows) as model:
         weights = model.get_weights()
     model.set_weights(weights)  # averages are gone by now
     return model
@@ -147,7 +149,7 @@ def trainer_for(
 
     def build() -> Any:
         model = build_model(config.model, shape, classes, seed)
-        if begun.zeros is not None:
+        if begun.zeros is not None and config.tuning != TuningConfig():
             build_for(model, [_one(begun.zeros)])
         if begun.base is not None:
             begin_with(model, begun.base, begun.named)
@@ -186,6 +188,8 @@ def trained_model(
     which: str,
     backend: Backend,
     like: Batch | None = None,
+    *,
+    narrows: bool = True,
 ) -> Iterator[Any]:
     """Yield a run's model as it is evaluated in training: with the averages of its weights, if any. Collective.
 
@@ -196,23 +200,32 @@ def trained_model(
         which: `newest`, `best`, or the number of a step.
         backend: the replicas.
         like: a batch of the model's inputs; None: one sample of zeros.
+        narrows: see `tuned_model`.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it does not fit the configuration.
     """
-    trainer = trained(config, description.sample_shape, description.classes, backend)
+    trainer = restoring_trainer(config, description, description.classes, backend)
     build_for(trainer.model, [_one(description.zeros()) if like is None else like])
     trainer.restore(folder, which)
     trainer.rule.consolidate()
     with trainer.averaged_weights():
-        yield tuned_model(trainer.model)
+        yield tuned_model(trainer.model, narrows=narrows)
 
 
-def trained(config: Config, shape: Any, classes: int | None, backend: Backend) -> Trainer:
+def restoring_trainer(config: Config, description: RunDescription, classes: int | None, backend: Backend) -> Trainer:
     """Return the trainer of a run that is not trained further, to restore it; see `trainer_for`."""
     # Other rules than an all-reduce hold weights in their own state, too.
     whole = config.update.update != "all_reduce" or config.update.local_steps is not None
-    return trainer_for(config, shape=shape, classes=classes, backend=backend, steps=ANY_STEPS, trains=whole)
+    return trainer_for(
+        config,
+        shape=description.sample_shape,
+        classes=classes,
+        backend=backend,
+        steps=ANY_STEPS,
+        trains=whole,
+        begun=Begun(zeros=description.zeros()),
+    )
 
 
 def _one(inputs: Any) -> Batch:

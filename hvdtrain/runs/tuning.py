@@ -144,6 +144,8 @@ def tune(model: keras.Model, tuning: TuningConfig, seed: int, steps_per_epoch: i
     Raises:
         ConfigError: as `prune`, `fake_quantize` and `lora`.
     """
+    if tuning.prune_pattern == CHANNELS:
+        take_out_channels(model)  # what cannot be copied in the end is refused now
     if tuning.prune is not None or tuning.prune_pattern is not None:
         model.whole_parameters = model.count_params()  # without masks
         steps = tuning.prune_epochs * steps_per_epoch
@@ -162,15 +164,18 @@ def tune(model: keras.Model, tuning: TuningConfig, seed: int, steps_per_epoch: i
         lora(model, tuning.lora, layers=tuning.lora_layers, alpha=tuning.lora_alpha)
 
 
-def tuned_model(model: keras.Model) -> keras.Model:
-    """Return a trained model as it is used: no masks, nothing rounded, adapters in its weights, without its teacher."""
+def tuned_model(model: keras.Model, *, narrows: bool = True) -> keras.Model:
+    """Return a trained model as it is used: no masks, nothing rounded, adapters in its weights, without its teacher.
+
+    Where channels were pruned it is another model without them, if it `narrows`.
+    """
     model = student_of(model)
     by_channel = any(layer.kernel.constraint.pattern == CHANNELS for layer in pruned_layers(model))
     finish_pruning(model)
     if adapted_layers(model):
         merge_lora(model)
     finish_fake_quantize(model)
-    if by_channel:
+    if by_channel and narrows:
         model = take_out_channels(model)
     return model
 

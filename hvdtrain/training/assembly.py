@@ -13,6 +13,7 @@ from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.config.facts import Facts
 from hvdtrain.config.registry import suggestion
 from hvdtrain.export.pruning import pruned_layers
+from hvdtrain.export.tensors import is_rounded
 from hvdtrain.gradients.distributed_optimizer import refuse_exchange_of_microbatches
 from hvdtrain.layers.convert import with_sync_batch_norm
 from hvdtrain.layers.exchanging import exchanging_layers
@@ -76,6 +77,12 @@ def converted(model: Any, options: StepOptions) -> Any:
     """Return `model`, or a copy with layers converted as in `options`."""
     if not options.sync_batch_norm:
         return model
+    rounded = next(filter(is_rounded, flatten_layers(model)), None)
+    if rounded is not None:
+        raise ConfigError(
+            f"{opt('sync_batch_norm', True)} makes a copy of the model, in which {rounded.path!r} is not rounded: "
+            "use hvdtrain.SyncBatchNormalization in the model's code, or fake_quantize the copy, trainer.model."
+        )
     copy = with_sync_batch_norm(model)
     copy_states(model, copy)
     return copy

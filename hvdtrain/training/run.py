@@ -109,6 +109,8 @@ class Run:
         factory.microbatch_length(data.batch, rule.slices)
         if validation is not None:
             factory.check_evaluation()
+        for tracker in trackers_in(callbacks):
+            tracker.prepare(state.scalars.step, required=commits is None or not commits.goes_on)
         keras = self._keras_callbacks(callbacks, verbose)
         restore_callbacks(trackers_in(callbacks), state.scalars.progress.callbacks)  # they begin before the others
         self._best = BestEpoch(plan.best, state.scalars, factory.metric_names(), validated=validation is not None)

@@ -75,7 +75,7 @@ def test_a_run_is_pruned_in_a_run_of_its_own(home):
         ("--prune", "0.6", "--prune-epochs", "2", "--ema", "0"),
         ("--lora", "4", "--lora-layers", "hidden|logits"),
         ("--lora", "2", "--lora-layers", "hidden", "--zero", "3", "--ema", "0", "--precision", "mixed_bfloat16"),
-        (*SMALL, "--teacher", "first"),
+        (*SMALL, "--teacher", "first", "--distill-temperature", "2"),
         ("--fake-quantize", "int4", "--precision", "mixed_bfloat16", "--zero", "1"),
     ],
     ids=["pruned", "adapters", "adapters in parts", "taught", "rounded"],
@@ -124,6 +124,48 @@ def test_channels_are_taken_out_of_what_is_written_and_used(home):
     assert row["bytes"] < 6 * size
     assert row["accuracy"] == pytest.approx(summary_of(home / "narrow")["val_accuracy"], abs=0.05)
     assert evaluated(home, "narrow") == pytest.approx(summary_of(home / "narrow")["val_accuracy"], abs=1e-6)
+    # Another run begins with it, whose channels are those of the recipe.
+    words = (
+        "--prune",
+        "None",
+        "--prune-pattern",
+        "None",
+        "--max-steps",
+        "2",
+        "--run-dir",
+        "wide",
+        "--learning-rate",
+        "1e-9",
+    )
+    trained(home, "--resume", "narrow", *words)
+    assert summary_of(home / "wide")["val_accuracy"] == pytest.approx(summary_of(home / "narrow")["val_accuracy"])
+
+
+LAZY = """
+import keras
+
+
+def build(classes):
+    layers = [keras.layers.Flatten(), keras.layers.Dense(32, "relu", name="hidden"), keras.layers.Dense(classes)]
+    return keras.Sequential(layers)  # built by its first batch
+
+
+build.loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+build.metrics = ["accuracy"]
+"""
+
+
+@pytest.mark.extended
+def test_models_that_are_built_by_their_first_batch_are_pruned_resumed_and_used(home):
+    (home / "lazy.py").write_text(LAZY)
+    words = ("digits", "--model", "lazy:build", "--prune", "0.5", "--run-dir", "lazy_run")
+    trained(home, *words, "--epochs", "2", "--max-steps", "30")
+    trained(home, "--resume", "lazy_run", "--max-steps", "None")
+    assert evaluated(home, "lazy_run") == pytest.approx(summary_of(home / "lazy_run")["val_accuracy"], abs=1e-6)
+    hvdtrain("none", 1, "export", "lazy_run", "--format", "safetensors", cwd=home)
+    trained(
+        home, "--resume", "lazy_run", "--prune", "None", "--lora", "2", "--lora-layers", "hidden", "--run-dir", "lazy_2"
+    )
 
 
 @pytest.mark.extended

@@ -233,9 +233,24 @@ def test_a_run_that_is_pruned_or_adapted_from_now_on_is_a_new_one(run_dir):
         (run_dir / "config.yaml").write_text(to_yaml(DIGITS), encoding="utf-8")
 
 
+def test_options_of_what_is_left_out_are_left_out_with_it(run_dir):
+    for before, after in (
+        (["--lora", "4", "--lora-layers", "hidden"], ["--lora", "None", "--prune", "0.5"]),
+        (["--prune", "0.5", "--prune-layers", "hidden"], ["--prune", "None", "--lora", "4"]),
+        (["--teacher", "large", "--distill-weight", "0.5"], ["--teacher", "None"]),
+    ):
+        (run_dir / "config.yaml").write_text(to_yaml(parse(["digits", *before]).config), encoding="utf-8")
+        request = parse(["--resume", str(run_dir), *after])
+        assert request.files.resume is None
+        assert request.config == parse(["digits", *after, "--weights", str(run_dir)]).config
+        kept = parse(["--resume", str(run_dir), "--epochs", "30"])
+        assert kept.files.resume == run_dir
+    assert "it takes no --weights" in said("--resume", run_dir, "--weights", "other")
+
+
 def test_a_teacher_may_have_been_moved(run_dir, monkeypatch):
     monkeypatch.chdir(run_dir)
-    taught = parse(["digits", "--teacher", "large"]).config
+    taught = parse(["digits", "--teacher", "large", "--distill-temperature", "2"]).config
     assert taught.tuning.teacher == str(run_dir / "large")
     (run_dir / "config.yaml").write_text(to_yaml(taught), encoding="utf-8")
     moved = parse(["--resume", ".", "--teacher", "there"])
@@ -253,6 +268,7 @@ def test_a_teacher_may_have_been_moved(run_dir, monkeypatch):
         ("--distill-weight 0.5", "--distill-weight 0.5 has no effect without --teacher"),
         ("--lora 4 --parallel tp=2,dp=-1", "a rank must hold each layer whole"),
         ("--teacher run --local-steps 4", "a checkpoint would hold more than the student's weights"),
+        ("--fake-quantize int8 --sync-batch-norm", "it makes a copy of the model, which has none of it"),
         ("--teacher run --on-bad-record skip:3", "Keras' Distiller takes no weights of samples"),
     ],
 )

@@ -132,6 +132,52 @@ def moved_by_a_mean():
     return keras.Model(x, layers.Dense(3)(layers.BatchNormalization(scale=False)(layers.Dense(6, name="one")(x))))
 
 
+def read_by_another_call():
+    x = keras.Input((8,))
+    shared = layers.Activation("sigmoid")
+    first, hidden = shared(x), layers.Dense(6, "relu", name="one")(x)
+    return keras.Model(x, [layers.Dense(3)(hidden), keras.ops.sum(shared(hidden), -1), first])
+
+
+def read_by_a_shared_layer():
+    x, reader = keras.Input((8,)), layers.Dense(3)
+    hidden = layers.Dense(6, "relu", name="one")(x)
+    return keras.Model(x, reader(hidden) + reader(layers.Dense(6, name="other")(x)))
+
+
+def normalized_by_a_shared_layer():
+    x, norm = keras.Input((8,)), layers.BatchNormalization()
+    hidden, other = norm(layers.Dense(6, name="one")(x)), norm(layers.Dense(6, name="other")(x))
+    return keras.Model(x, [layers.Dense(3)(hidden), other])
+
+
+def normalized_by_a_frozen_layer():
+    x, norm = keras.Input((8,)), layers.BatchNormalization(trainable=False)
+    return keras.Model(x, layers.Dense(3)(norm(layers.Dense(6, name="one")(x))))
+
+
+def moved_by_a_threshold():
+    x = keras.Input((8,))
+    hidden = layers.ReLU(negative_slope=0.1, threshold=1.0)(layers.Dense(6, name="one")(x))
+    return keras.Model(x, layers.Dense(3)(hidden))
+
+
+@keras.saving.register_keras_serializable("tests")
+def mixing(values):
+    return values * keras.ops.mean(values, -1, keepdims=True)
+
+
+def mixed_by_its_activation():
+    x = keras.Input((8,))
+    hidden = layers.Dense(6, mixing, name="one")(x)
+    return keras.Model(x, layers.Dense(3)(hidden))
+
+
+def read_by_channels_first():
+    x = keras.Input((8, 8, 4))
+    return keras.Model(x, layers.Conv2D(3, 3, data_format="channels_first")(layers.Dense(6, name="one")(x)))
+
+
 def in_groups():
     x = keras.Input((8, 8, 4))
     hidden = layers.Conv2D(4, 3, name="one")(x)
@@ -149,19 +195,26 @@ def within_another():
     return keras.Model(x, inner(layers.Dense(6, "relu", name="one")(x)))
 
 
-@pytest.mark.parametrize(
-    "build",
-    [
-        moved_by_a_mean,
-        last_softmax,
-        read_by_the_user,
-        moved_by_a_constant,
-        called_twice,
-        in_groups,
-        channels_by_depth,
-        within_another,
-    ],
-)
+OTHERS = [
+    moved_by_a_mean,
+    last_softmax,
+    read_by_the_user,
+    moved_by_a_constant,
+    called_twice,
+    in_groups,
+    channels_by_depth,
+    within_another,
+    read_by_another_call,
+    read_by_a_shared_layer,
+    normalized_by_a_shared_layer,
+    normalized_by_a_frozen_layer,
+    moved_by_a_threshold,
+    mixed_by_its_activation,
+    read_by_channels_first,
+]
+
+
+@pytest.mark.parametrize("build", OTHERS)
 def test_channels_that_something_else_reads_stay(build):
     model = build()
     layer = model.get_layer("one")
@@ -189,6 +242,28 @@ def test_one_channel_stays_and_a_norm_that_moves_zeros_keeps_them():
     assert copy.get_layer("first").filters == 7
     x = np.random.default_rng(0).random((2, 8, 8, 3), "float32")
     np.testing.assert_allclose(copy.predict(x, verbose=0), model.predict(x, verbose=0), atol=1e-6)
+
+
+def test_what_layers_have_adapted_to_goes_with_them():
+    norm = layers.Normalization()
+    x = np.random.default_rng(0).normal(5, 3, (32, 8)).astype("float32")
+    norm.adapt(x)
+    inputs = keras.Input((8,))
+    model = keras.Model(inputs, layers.Dense(3)(layers.Dense(6, "relu", name="one")(norm(inputs))))
+    one = model.get_layer("one")
+    one.kernel.assign(np.asarray(one.kernel) * (np.arange(6) % 2))
+    copy = hvdtrain.take_out_channels(model)
+    assert copy.get_layer("one").units == 3
+    np.testing.assert_allclose(copy.predict(x, verbose=0), model.predict(x, verbose=0), rtol=1e-5)
+
+
+def test_a_model_that_keras_cannot_copy_is_refused():
+    inputs = keras.Input((8,))
+    x = layers.Lambda(lambda values: 2 * values)(inputs)
+    model = keras.Model(inputs, layers.Dense(3)(layers.Dense(6, "relu")(x)))
+    with pytest.raises(ConfigError, match="Channels are taken out of a copy of a model, which Keras cannot make"):
+        hvdtrain.take_out_channels(model)
+    assert not model.compiled
 
 
 def test_models_of_a_class_of_their_own_are_refused():

@@ -92,11 +92,40 @@ def test_gradients_pass_as_if_nothing_had_been_rounded():
     )
 
 
+def test_integers_small_numbers_and_mistakes_are_as_without_rounding():
+    keras.utils.set_random_seed(0)
+    for dtype, x in (("int32", np.arange(16).reshape(2, 8)), ("float32", np.full((2, 8), 1e-3, "float32"))):
+        net = keras.Sequential([keras.Input((8,), dtype=dtype), layers.Dense(4, dtype="mixed_float16")])
+        plain = predicted(net, x)
+        hvdtrain.fake_quantize(net)
+        np.testing.assert_allclose(predicted(net, x), plain, rtol=0.1, atol=0.02 * np.abs(plain).max())
+    layer = layers.Dense(4)
+    sparse = keras.Sequential([keras.Input((8,), sparse=True), layer])
+    hvdtrain.fake_quantize(sparse)
+    with pytest.raises(ValueError, match="Exception encountered"):
+        sparse(tf.sparse.from_dense(np.eye(8, dtype="float32")))
+    assert isinstance(layer.kernel, keras.Variable)
+
+
+@pytest.mark.usefixtures("session")
+def test_what_would_lose_or_keep_the_rounding_is_refused(tmp_path):
+    net = keras.Sequential([keras.Input((8,)), layers.Dense(4, name="one"), layers.BatchNormalization()])
+    hvdtrain.fake_quantize(net)
+    with pytest.raises(ConfigError, match=r"makes a copy of the model, in which '.*one' is not rounded"):
+        hvdtrain.Trainer(net, "sgd", "mse", sync_batch_norm=True)
+    with pytest.raises(ConfigError, match=r"gives no adapter to the layer '.*one', which is rounded"):
+        hvdtrain.lora(net, layers="one")
+    with pytest.raises(ConfigError, match=r"call hvdtrain.finish_fake_quantize\(model\) before"):
+        hvdtrain.Trainer(net).export(tmp_path / "m.keras", format="keras")
+
+
 def test_of_a_convolution_the_kernel_is_rounded_by_output():
     keras.utils.set_random_seed(0)
     net = keras.Sequential([keras.Input((6, 6, 3)), layers.Conv2D(5, 3, name="conv")])
     kernel = net.layers[0].kernel.numpy()
-    hvdtrain.fake_quantize(net, "int4")
+    with pytest.raises(ConfigError, match="finds no Dense, EinsumDense or convolution"):
+        hvdtrain.fake_quantize(net, "int4")
+    hvdtrain.fake_quantize(net)
     x = np.random.default_rng(0).random((2, 6, 6, 3), "float32")
     found = predicted(net, x)
     np.testing.assert_array_equal(net.layers[0].kernel, kernel)

@@ -6,7 +6,21 @@ import pytest
 
 import hvdtrain
 from hvdtrain.config.errors import ConfigError
+from hvdtrain.observability.events import RunInfo
 from hvdtrain.observability.tracker import Tracker
+
+INFO = RunInfo(
+    recipe="tiny",
+    backend="horovod",
+    world_size=2,
+    launcher="mpirun",
+    controller="mpi",
+    global_batch=8,
+    per_replica_batch=4,
+    total_steps=10,
+    steps_per_epoch=5,
+    parameters=15,
+)
 
 
 class Recorder(Tracker):
@@ -105,6 +119,43 @@ def test_a_tracker_that_cannot_begin_is_an_error_and_one_that_fails_later_is_lef
 class Mistake(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         raise ValueError("a mistake")
+
+
+@pytest.mark.usefixtures("session")
+def test_a_tracker_that_fails_at_the_end_hides_no_mistake(caplog):
+    class Down(Recorder):
+        def interrupt(self):
+            raise RuntimeError("down")
+
+    with pytest.raises(ValueError, match="a mistake"):
+        fitted(Down(), Mistake())
+    assert "The recorder cannot end the run: down" in [record.message for record in caplog.records]
+
+
+@pytest.mark.usefixtures("session")
+def test_another_training_is_another_run():
+    recorder = Recorder()
+    fitted(recorder, epochs=1)
+    fitted(recorder, epochs=1)
+    (first, *_), (second, *_) = recorder.begun
+    assert first != second
+
+
+def test_keras_own_fit_is_refused():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+    model.compile("sgd", "mse")
+    with pytest.raises(ConfigError, match=r"Recorder is for hvdtrain.Trainer\(model\).fit: Model.fit tells it nothing"):
+        model.fit(np.ones((4, 4)), np.ones((4, 3)), callbacks=[Recorder()], verbose=0)
+
+
+def test_a_later_world_goes_on_without_a_tracker(caplog):
+    recorder = Recorder(fails="begin")
+    recorder.prepare(10, required=False)
+    recorder.on_start(INFO)
+    recorder.on_end({"steps": 1})
+    recorder.close()
+    assert (recorder.figures, recorder.ends) == ([], [])
+    assert caplog.records[0].message == "The recorder cannot begin a run: cannot begin. Training goes on without it."
 
 
 @pytest.mark.usefixtures("session")
