@@ -1,127 +1,137 @@
-"""What smaller models of the digits lose: fewer bits, pruned, distilled. Prints the table of docs/export.md.
+"""What smaller models lose: fewer bits, pruned, with adapters, distilled. Prints the tables of docs/export.md.
 
-    python benchmarks/smaller.py --ranks 2 --seeds 0 1 2
+    python benchmarks/smaller.py --on digits cifar10 gpt_char --ranks 2 --seeds 0 --data FOLDER
 
-A small CNN is trained on all ranks, for each seed. Then its weights are rounded by `export`, which checks each file;
-copies of it are trained for three more epochs, as they are and pruned; and a student with a fortieth of its weights is
-trained from nothing, by itself and by `keras.distillation.Distiller` with that CNN as its teacher. Reported are the
-accuracies on the 297 images that no training sees, the sizes of safetensors files, and of these packed by gzip: means
-over the seeds.
+By the command line, as a user would: a recipe is trained on all ranks, `export` rounds its weights, and further runs
+begin with them: three epochs as they are, pruned, and with adapters. A student is trained from nothing, by itself and
+with the first run as its teacher. Reported are the accuracies on the recipe's validation data, the
+milliseconds of one sample on one thread in TensorFlow, and the sizes of safetensors files, also packed by gzip; of
+adapters, the size of their own file.
 """
 
 import gzip
+import json
+import subprocess
 import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from hvdtrain.bench.script import Script, started
+from hvdtrain.bench.engine import launcher
+from hvdtrain.bench.script import Script
 
-FIGURES = ("accuracy", "bytes", "packed")
-TRAINED, EPOCHS, MORE, STUDENTS, BATCH = 1500, 6, 3, 18, 60
-STEPS = TRAINED // BATCH
-PRUNED: dict[str, dict[str, Any]] = {
-    "50 % zeros": {"sparsity": 0.5},
-    "80 % zeros": {"sparsity": 0.8},
-    "90 % zeros": {"sparsity": 0.9},
-    "2 of 4 zeros": {"pattern": "2:4"},
+FIGURES = ("accuracy", "ms", "bytes", "packed")
+MODES = ("float32", "float16", "int8", "int4")
+
+
+@dataclass(frozen=True)
+class Task:
+    """A recipe, and what becomes of its model."""
+
+    epochs: int
+    student: tuple[str, ...]
+    """Words that make it, and train it."""
+    pruned: str
+    """Layers that are pruned."""
+    adapted: str
+    """Layers that have adapters."""
+    file: str = ""
+    """Of the data, in --data."""
+
+
+TASKS = {
+    "digits": Task(
+        6, ("--model-args", "width", "4", "hidden", "16", "--epochs", "24"), "conv2|hidden", "hidden|logits"
+    ),
+    "cifar10": Task(6, ("--model-args", "depth", "8"), "", "conv", "cifar10-train.tar.gz"),
+    "gpt_char": Task(3, ("--model-args", "depth", "2", "width", "64"), "", "query|value", "tinyshakespeare.txt"),
+}
+MORE = ("--epochs", "3")
+PRUNED = {
+    "50 % zeros": ("--prune", "0.5"),
+    "80 % zeros": ("--prune", "0.8"),
+    "90 % zeros": ("--prune", "0.9"),
+    "2 of 4 zeros": ("--prune-pattern", "2:4"),
+    "half of the channels": ("--prune", "0.5", "--prune-pattern", "channels"),
 }
 
 
-def measure(seeds: list[int]) -> dict[str, Any]:
-    """Return accuracy and sizes of each model by its name, a number for each seed."""
-    found: dict[str, dict[str, list[float]]] = {key: defaultdict(list) for key in FIGURES}
-    backend, _, _ = started()
-    for seed in seeds:
-        for name, figures in _models(backend, seed):
-            for key, value in figures.items():
-                found[key][name].append(value)
-    return found
-
-
-def _models(backend: Any, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    import keras
-
-    import hvdtrain
-    from hvdtrain.config.model import ModelConfig
-    from hvdtrain.data.digits import load_digits
-    from hvdtrain.export.exporter import Quantization, Subject, export
-    from hvdtrain.export.verify import Samples
-    from hvdtrain.models.registry import build_model
-
-    images, labels = load_digits()
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    held = Samples(images[TRAINED:].astype(np.float32), labels[TRAINED:])
-
-    def cnn(weights: Any = None, **arguments: Any) -> Any:
-        model = build_model(ModelConfig("small_cnn", arguments), (8, 8, 1), 10, seed)
-        if weights is not None:
-            model.set_weights(weights)
-        return model
-
-    def trained(model: Any, epochs: int) -> Any:
-        model.compile(keras.optimizers.Adam(2e-3), loss)
-        trainer = hvdtrain.Trainer(model, seed=seed, backend=backend)
-        trainer.fit(images[:TRAINED], labels[:TRAINED], batch=BATCH, epochs=epochs, verbose=0)
-        return model
-
-    def figures(model: Any, mode: str = "float32") -> dict[str, Any]:
-        """Return those of a file; every rank calls, the first one writes."""
-        if not backend.primary:
-            return {}
-        subject = Subject(model, {"dtype": "float32", "shape": [8, 8, 1]}, held, "logits")
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "model.safetensors"
-            (*_, written), _ = export(subject, {"safetensors": file}, Quantization(mode), points=1.0)
-            assert not written.fault, written
-            packed = len(gzip.compress(file.read_bytes()))
-        return {"accuracy": written.accuracy, "bytes": written.bytes, "packed": packed}
-
-    teacher = trained(cnn(), EPOCHS)
-    weights = teacher.get_weights()
-    for mode in ("float32", "float16", "int8", "int4"):
-        yield mode, figures(cnn(weights), mode)
-    yield "3 more epochs", figures(trained(cnn(weights), MORE))
+def models(task: Task, train: list[str], seed: int) -> Iterator[tuple[str, list[str], str, str]]:
+    """Yield the name of each model, the words that train it, the run's folder, and a precision of its file."""
+    first, again = [*train, "--seed", str(seed), "--epochs", str(task.epochs)], ["--resume", "first", *MORE]
+    for mode in MODES:
+        yield mode, first, "first", mode
+    # The weights alone, as all runs that begin with others.
+    yield "3 more epochs", [*train, "--weights", "first", "--seed", str(seed), *MORE], "more", "float32"
     for name, options in PRUNED.items():
-        model = cnn(weights)
-        hvdtrain.prune(model, **options, layers="conv2|hidden", steps=2 * STEPS, every=5)
-        trained(model, MORE)
-        hvdtrain.finish_pruning(model)
-        yield name, figures(model)
-    yield "student", figures(trained(cnn(width=4, hidden=16), STUDENTS))
-    student, losses = (
-        cnn(width=4, hidden=16),
-        keras.distillation.LogitsDistillation(4.0, loss=keras.losses.KLDivergence()),
-    )
-    trained(keras.distillation.Distiller(cnn(weights), student, losses, student_loss_weight=0.1), STUDENTS)
-    yield "student, distilled", figures(student)
+        layers = ["--prune-layers", task.pruned] if task.pruned else []
+        yield name, [*again, *options, *layers, "--prune-epochs", "2"], name, "float32"
+    yield "int4, trained for it", [*again, "--fake-quantize", "int4"], "rounded", "int4"
+    yield "adapters", [*again, "--lora", "4", "--lora-layers", task.adapted], "adapted", "float32"
+    yield "student", [*first, *task.student], "student", "float32"
+    yield "student, distilled", [*first, *task.student, "--teacher", "first"], "taught", "float32"
 
 
-def table(accuracy: dict[str, list[float]], size: dict[str, list[float]], packed: dict[str, list[float]]) -> str:
-    """Return the means over the seeds as a Markdown table, accuracies with those of the seeds."""
-    lines = ["| | accuracy | of each seed | kB | packed |", "|---|---|---|---|---|"]
-    for name, found in accuracy.items():
-        each, kb, less = (
-            ", ".join(f"{one:.3f}" for one in found),
-            np.mean(size[name]) / 1e3,
-            np.mean(packed[name]) / 1e3,
-        )
-        lines.append(f"| {name} | {np.mean(found):.4f} | {each} | {kb:.0f} | {less:.0f} |")
+def measured(task: Task, train: list[str], seed: int, ranks: int) -> Iterator[tuple[str, dict[str, float]]]:
+    """Train and export each model, and yield its figures."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        for name, words, run, mode in models(task, train, seed):
+            if not (folder / run).exists():
+                quiet = ["--plots", "False", "--tensorboard", "False", "--run-dir", run]
+                _hvdtrain(folder, [*launcher("mpirun", ranks)], [*words, *quiet])
+            given = ["--format", "safetensors", "--quantize", mode, "--samples", "5000", "--points", "1"]
+            _hvdtrain(folder, [], ["export", run, *given])
+            exported = folder / run / "export"
+            rows = json.loads((exported / "export.json").read_text())["models"]
+            (row,) = (each for each in rows if each["name"] == "safetensors" and each["precision"] == mode)
+            file = folder / run / "adapters.safetensors" if name == "adapters" else exported / row["path"]
+            packed = len(gzip.compress(file.read_bytes()))
+            yield name, {"accuracy": row["accuracy"], "ms": row["ms"], "bytes": file.stat().st_size, "packed": packed}
+
+
+def _hvdtrain(folder: Path, launched: list[str], words: list[str]) -> None:
+    command = [*launched, sys.executable, "-m", "hvdtrain", *words]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(words)}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+
+
+def table(figures: dict[str, dict[str, list[float]]]) -> str:
+    """Return the means over the seeds as a Markdown table; of several seeds, with the accuracies of each."""
+    lines = ["| | accuracy | ms | kB | packed |", "|---|---|---|---|---|"]
+    for name, found in figures.items():
+        each = ", ".join(f"{one:.3f}" for one in found["accuracy"])
+        accuracy = f"{np.mean(found['accuracy']):.4f}" + (f" ({each})" if len(found["accuracy"]) > 1 else "")
+        kilobytes, packed = np.mean(found["bytes"]) / 1e3, np.mean(found["packed"]) / 1e3
+        lines.append(f"| {name} | {accuracy} | {np.median(found['ms']):.2f} | {kilobytes:.0f} | {packed:.0f} |")
     return "\n".join(lines)
 
 
 def main() -> int:
-    script = Script(__doc__, measure)
+    script = Script(__doc__)
+    script.add_argument("--on", nargs="+", choices=list(TASKS), default=["digits"])
     script.add_argument("--ranks", type=int, default=2)
-    script.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    script.add_argument("--seeds", nargs="+", type=int, default=[0])
+    script.add_argument("--data", type=Path, help="folder with cifar10-train.tar.gz and tinyshakespeare.txt")
     options = script.parsed()
-    job = script.job("digits", measure, controller="mpirun", ranks=options.ranks, seeds=options.seeds)
-    for run in script.measure([job]):
-        print(table(*(run.figure(key)[0] for key in FIGURES)))
+    for recipe in options.on:
+        task, train = TASKS[recipe], [recipe]
+        if task.file and options.data is not None:
+            train += ["--data-args", "path", str((options.data / task.file).absolute())]
+        found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        for seed in options.seeds:
+            for name, figures in measured(task, train, seed, options.ranks):
+                print(f"{recipe}, seed {seed}, {name}: accuracy {figures['accuracy']:.4f}", flush=True)
+                for key, value in figures.items():
+                    found[name][key].append(value)
+        for key in FIGURES:
+            script.record(f"{recipe}: {key}", {"ranks": options.ranks}, {name: found[name][key] for name in found})
+        print(table(found), flush=True)
     return script.exit_code()
 
 
