@@ -158,6 +158,18 @@ def kernel_of(layer: Any) -> Any:
     return layer._kernel
 
 
+@contextmanager
+def with_kernel(layer: Any, value: Any) -> Iterator[None]:
+    """Let a layer compute with another kernel inside this context. Assumes `_kernel`, an attribute like any other."""
+    held = vars(layer)
+    before = held["_kernel"]
+    held["_kernel"] = value
+    try:
+        yield
+    finally:
+        held["_kernel"] = before
+
+
 def embeddings_of(layer: Any) -> Any:
     """Return an Embedding's stored table: without LoRA, not dequantized. Assumes `_embeddings`."""
     return layer._embeddings

@@ -13,7 +13,7 @@ from typing import Any, get_args
 import keras
 import tensorflow as tf
 
-from hvdtrain.compat.keras import flatten_layers
+from hvdtrain.compat.keras import flatten_layers, kernel_of, with_kernel
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.tuning import FakeMode
 from hvdtrain.export.adapters import adapted_layers
@@ -107,24 +107,20 @@ class Rounding:
 
     def __init__(self, layer: Any, mode: FakeMode) -> None:
         self._layer, self._call = layer, layer.call
-        self._kernel: Callable[[Any, list[int]], Any] = in_groups if mode == "int4" else dequantized
+        self._round: Callable[[Any, list[int]], Any] = in_groups if mode == "int4" else dequantized
         rounds_inputs = mode == "int8" and isinstance(layer, keras.layers.Dense | keras.layers.EinsumDense)
         self._input_dims = summed_inputs(layer) if rounds_inputs else []
 
     def __call__(self, inputs: Any, *args: Any, **options: Any) -> Any:
         """Compute the layer's outputs."""
-        held = vars(self._layer)
-        kernel = held["_kernel"]
-        value = tf.convert_to_tensor(unwrap(kernel))  # in its own precision
-        rounded = keras.ops.cast(straight_through(value, self._kernel(value, input_dims(self._layer))), kernel.dtype)
+        layer = self._layer
+        value = tf.convert_to_tensor(unwrap(kernel_of(layer)))  # in its own precision
+        rounded = straight_through(value, self._round(value, input_dims(layer)))
         if self._input_dims:
-            inputs = keras.ops.cast(inputs, self._layer.compute_dtype)
+            inputs = keras.ops.cast(inputs, layer.compute_dtype)
             inputs = straight_through(inputs, dequantized(inputs, self._input_dims))
-        held["_kernel"] = keras.ops.cast(rounded, self._layer.compute_dtype)
-        try:
+        with with_kernel(layer, keras.ops.cast(rounded, layer.compute_dtype)):
             return self._call(inputs, *args, **options)
-        finally:
-            held["_kernel"] = kernel
 
 
 def straight_through(value: Any, rounded: Any) -> Any:

@@ -150,6 +150,23 @@ def gathers_rows_of_sparse_matrices():
     assert tf.sparse.to_dense(compat.sparse_tensor(scipy.csr_matrix(dense))).numpy().tolist() == dense.tolist()
 
 
+@CONTRACTS.of(compat.with_kernel)
+def computes_with_another_kernel_for_a_while():
+    for layer, x in (
+        (keras.layers.Dense(3), tf.ones([2, 4])),
+        (keras.layers.EinsumDense("ab,bc->ac", 3), tf.ones([2, 4])),
+        (keras.layers.Conv2D(3, 2), tf.ones([1, 4, 4, 2])),
+    ):
+        before, kernel = layer(x), layer.kernel
+        with compat.with_kernel(layer, 2 * tf.convert_to_tensor(kernel)):
+            np.testing.assert_allclose(layer(x), 2 * before, rtol=1e-6)
+        assert layer.kernel is kernel
+        with pytest.raises(KeyError), compat.with_kernel(layer, tf.zeros_like(kernel)):
+            raise KeyError
+        assert layer.kernel is kernel
+        assert [id(weight) for weight in layer.trainable_variables][:1] == [id(kernel)]
+
+
 @CONTRACTS.of(compat.kernel_of)
 def has_a_kernel():
     for layer, shape in (
