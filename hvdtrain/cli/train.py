@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ from hvdtrain.cli.parser import Parser, group_help, overview, parse_options, sec
 from hvdtrain.cli.running import import_tensorflow_for_cpu, run_here, run_on_all_ranks
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.config.files import FilesRead, apply_values, digest, read_values
+from hvdtrain.config.options import declaration_of
 from hvdtrain.config.parallel import DATA_AXES, parse_axes
 from hvdtrain.config.run import Config, without_foreign_arguments
 from hvdtrain.config.runtime import RuntimeConfig
@@ -35,12 +36,6 @@ FREE_OPTIONS = {
 """By section: the length of the run, how samples are read, and what each rank holds and computes at a time."""
 RUNS_BEFORE = ("weights", "teacher")
 """Options that name the folder of another run."""
-OWNED = {
-    ("prune", "prune_pattern"): ("prune_layers", "prune_epochs"),
-    ("lora",): ("lora_layers", "lora_alpha"),
-    ("teacher",): ("distill_temperature", "distill_weight"),
-}
-"""Options of tuning that mean nothing without one of others."""
 PLACES = ("path", "validation_path")
 """Arguments for the location of samples, which are compared with those that the run began with."""
 AUTO = Path("auto")
@@ -187,10 +182,12 @@ def _begins_anew(before: TuningConfig, chosen: TuningConfig) -> bool:
 
 def _with_owners(before: TuningConfig, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the given options, and the defaults of those whose owner is unset by them."""
-    after = {**vars(before), **given}
-    alone = [name for owners, names in OWNED.items() if not any(after[owner] for owner in owners) for name in names]
-    plain = vars(TuningConfig())
-    return {**{name: plain[name] for name in alone if after[name] == getattr(before, name)}, **given}
+    after, alone = {**vars(before), **given}, {}
+    for each in fields(TuningConfig):
+        rules = [rule for rule in declaration_of(each).rules if rule.kind == "applies_to"]
+        if any(not any(after[owner.name] for owner in rule.others) for rule in rules):
+            alone[each.name] = each.default
+    return {**alone, **given}
 
 
 def _absolute(place: str | Path) -> str:

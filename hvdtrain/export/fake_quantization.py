@@ -19,6 +19,7 @@ from hvdtrain.config.tuning import FakeMode
 from hvdtrain.export.adapters import adapted_layers
 from hvdtrain.export.pruning import KERNELS, input_dims, letters_of, refuse_slices
 from hvdtrain.export.tensors import is_rounded, quantization_of
+from hvdtrain.state.layer_states import forget_traces
 from hvdtrain.state.variables import unwrap
 
 BLOCK = 128
@@ -70,7 +71,7 @@ def fake_quantize(model: keras.Model, mode: FakeMode = "int8", *, layers: str | 
             raise ConfigError(f"fake_quantize takes layers that are not. The layer {layer.path!r} {state} already.")
     for layer in found:
         layer.call = Rounding(layer, mode)
-    _trace_anew(model)
+    forget_traces(model)
     return [layer.path for layer in found]
 
 
@@ -87,12 +88,7 @@ def finish_fake_quantize(model: keras.Model) -> None:
     """
     for layer in filter(is_rounded, flatten_layers(model)):
         del layer.call
-    _trace_anew(model)
-
-
-def _trace_anew(model: keras.Model) -> None:
-    """Let go of functions that were compiled with other kernels."""
-    model.train_function = model.test_function = model.predict_function = None
+    forget_traces(model)
 
 
 class Rounding:

@@ -59,16 +59,8 @@ def prune(
         hvdtrain.prune(model, 0.8, steps=2000)
         hvdtrain.Trainer(model, "adam", loss).fit(x, y, epochs=3)
     """
-    if pattern not in (None, PATTERN, CHANNELS):
-        raise ConfigError(f"prune takes pattern={PATTERN!r}, {CHANNELS!r} or None. Received: {pattern!r}.")
     sparsity = (0.5 if pattern else 0.8) if sparsity is None else sparsity
-    if not 0 < sparsity < 1 or (pattern == PATTERN and sparsity < 0.5):
-        raise ConfigError(
-            f"prune takes a sparsity between 0 and 1, and with the pattern {PATTERN} from 0.5. Received: {sparsity}."
-        )
-    if min(begin, steps) < 0 or every < 1:
-        received = f"begin={begin}, steps={steps}, every={every}"
-        raise ConfigError(f"prune takes begin and steps from 0, and every from 1. Received: {received}.")
+    _check_options(sparsity, pattern, begin=begin, steps=steps, every=every)
     chains = chains_of(model) if pattern == CHANNELS else {}
     found = [layer for layer in flatten_layers(model) if _is_chosen(layer, layers)]
     found = [layer for layer in found if pattern != CHANNELS or id(layer) in chains]
@@ -78,6 +70,28 @@ def prune(
         raise ConfigError(
             f"prune finds no trainable Dense, EinsumDense or convolution{lone}{named}. Is the model built?"
         )
+    _check_layers(found, pattern)
+    for layer in found:
+        pruned = Pruned(layer, sparsity, pattern=pattern, begin=begin, steps=steps, every=every)
+        layer.kernel.constraint = pruned
+        for vector, repeats in chains[id(layer)].vectors if chains else ():
+            vector.constraint = Follows(pruned, vector, repeats)
+    return [layer.path for layer in found]
+
+
+def _check_options(sparsity: float, pattern: str | None, *, begin: int, steps: int, every: int) -> None:
+    if pattern not in (None, PATTERN, CHANNELS):
+        raise ConfigError(f"prune takes pattern={PATTERN!r}, {CHANNELS!r} or None. Received: {pattern!r}.")
+    if not 0 < sparsity < 1 or (pattern == PATTERN and sparsity < 0.5):
+        raise ConfigError(
+            f"prune takes a sparsity between 0 and 1, and with the pattern {PATTERN} from 0.5. Received: {sparsity}."
+        )
+    if min(begin, steps) < 0 or every < 1:
+        received = f"begin={begin}, steps={steps}, every={every}"
+        raise ConfigError(f"prune takes begin and steps from 0, and every from 1. Received: {received}.")
+
+
+def _check_layers(found: list[Any], pattern: str | None) -> None:
     refuse_slices(found, "prune")
     for layer in found:
         if isinstance(layer.kernel.constraint, Pruned):
@@ -88,12 +102,6 @@ def prune(
                 f"The pattern {PATTERN} takes inputs in groups of {GROUP}. The layer {layer.path!r} has {inputs}: "
                 "leave it out by layers."
             )
-    for layer in found:
-        pruned = Pruned(layer, sparsity, pattern=pattern, begin=begin, steps=steps, every=every)
-        layer.kernel.constraint = pruned
-        for vector, repeats in chains[id(layer)].vectors if chains else ():
-            vector.constraint = Follows(pruned, vector, repeats)
-    return [layer.path for layer in found]
 
 
 def refuse_slices(layers: Iterable[Any], what: str) -> None:

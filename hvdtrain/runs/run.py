@@ -113,8 +113,8 @@ def _train(
     checkpoints = Checkpointer(
         folder.checkpoints, kept.keep, backend, keep_every_hours=kept.keep_every_hours, before=begun.restore
     )
-    newest = None if resume == "no" else checkpoints.find_to_go_on()
     committed = commits is not None and commits.of_any(backend)
+    newest = None if resume == "no" or committed else checkpoints.find_to_go_on()
     trainer = run_trainer(config, source, backend, goes_on=committed or newest is not None)
     trainer.build(data)
     restored, warning = _begin(trainer, newest, source, config=config, path=path, resume=resume, commits=commits)
@@ -186,7 +186,7 @@ def _begin(
     """
     backend, data, identity, warning = trainer.backend, source.training, identity_of(source.loaded), None
     restored = commits is not None and trainer.restore_commit(commits)
-    if newest is not None and not restored:
+    if newest is not None:
         warning = _resume(trainer, newest=newest, identity=identity, config=config, path=path)
     elif resume == "yes" and not restored:
         raise CheckpointError(

@@ -50,7 +50,6 @@ class Earlier:
     """`--weights` or `--teacher`."""
     place: Path
     """The run, or one of its checkpoints."""
-    folder: Path
     config: Config
     description: RunDescription
 
@@ -82,7 +81,7 @@ def earlier_run(option: str, place: Path, backend: Backend) -> Earlier:
     _, config = opened(run.path, option, files)
     config = located(config, start_folder(run, files))
     description = read_description(run, option, files)
-    return Earlier(option=option, place=place, folder=run.path, config=config, description=description)
+    return Earlier(option=option, place=place, config=config, description=description)
 
 
 def check_prepared_alike(run: Earlier, splits: DataSplits) -> None:

@@ -113,17 +113,17 @@ def share_states(model: Any, ranks: Ranks, root: int, apart: Collection[int] = (
                 )
     if all(theirs == everyone[root] for theirs in everyone):
         restore_states(layers, states)
-        _forget_traces(model)
+        forget_traces(model)
         return
     payload = json.dumps({place: state.tobytes().hex() for place, state in states.items()}).encode()
     sent = ranks.gather_bytes(payload if ranks.rank == root else b"{}", timeout=None)[root]
     received = {place: np.frombuffer(bytes.fromhex(text), np.uint8) for place, text in json.loads(sent).items()}
     restore_states(layers, received)
-    _forget_traces(model)
+    forget_traces(model)
 
 
-def _forget_traces(model: Any) -> None:
-    # A traced function holds as constants what layers had derived from their variables.
+def forget_traces(model: Any) -> None:
+    """Let go of Keras' compiled functions, which hold what layers were when they were traced."""
     if not isinstance(model, keras.Model):
         return
     if model.train_function is not None:  # fit may be running

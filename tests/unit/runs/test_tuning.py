@@ -26,9 +26,7 @@ TEXT = TextInputs("chars", 8, alphabet="ab")
 
 def teacher(**changes):
     described = replace(DIGITS, **changes)
-    return Earlier(
-        option="--teacher", place=Path("t"), folder=Path("t"), config=Config("digits"), description=described
-    )
+    return Earlier(option="--teacher", place=Path("t"), config=Config("digits"), description=described)
 
 
 def test_a_teacher_of_the_same_data_is_taken():
