@@ -1,16 +1,18 @@
 """What smaller models lose: fewer bits, pruned, with adapters, distilled. Prints the tables of docs/export.md.
 
-    python benchmarks/smaller.py --on digits cifar10 gpt_char --ranks 2 --seeds 0 --data FOLDER
+    python benchmarks/smaller.py --on digits cifar10 gpt_char --ranks 2 --seeds 0 --data FOLDER --runs FOLDER
 
 By the command line, as a user would: a recipe is trained on all ranks, `export` rounds its weights, and further runs
 begin with them: three epochs as they are, pruned, and with adapters. A student is trained from nothing, by itself and
 with the first run as its teacher. Reported are the accuracies on the recipe's validation data, the
 milliseconds of one sample on one thread in TensorFlow, and the sizes of safetensors files, also packed by gzip; of
-adapters, the size of their own file.
+adapters, the size of their own file. What is in `--runs` is not trained or exported again.
 """
 
+import argparse
 import gzip
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -47,7 +50,7 @@ TASKS = {
     "digits": Task(
         6, ("--model-args", "width", "4", "hidden", "16", "--epochs", "24"), "conv2|hidden", "hidden|logits"
     ),
-    "cifar10": Task(6, ("--model-args", "depth", "8"), "", "conv", "cifar10-train.tar.gz"),
+    "cifar10": Task(6, ("--model-args", "depth", "8"), "block", "conv", "cifar10-train.tar.gz"),
     "gpt_char": Task(3, ("--model-args", "depth", "2", "width", "64"), "", "query|value", "tinyshakespeare.txt"),
 }
 MORE = ("--epochs", "3")
@@ -76,22 +79,30 @@ def models(task: Task, train: list[str], seed: int) -> Iterator[tuple[str, list[
     yield "student, distilled", [*first, *task.student, "--teacher", "first"], "taught", "float32"
 
 
-def measured(task: Task, train: list[str], seed: int, ranks: int) -> Iterator[tuple[str, dict[str, float]]]:
-    """Train and export each model, and yield its figures."""
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        for name, words, run, mode in models(task, train, seed):
-            if not (folder / run).exists():
-                quiet = ["--plots", "False", "--tensorboard", "False", "--run-dir", run]
-                _hvdtrain(folder, [*launcher("mpirun", ranks)], [*words, *quiet])
+def measured(
+    task: Task, train: list[str], seed: int, ranks: int, folder: Path
+) -> Iterator[tuple[str, dict[str, float]]]:
+    """Train and export each model in a folder, and yield its figures."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, words, run, mode in models(task, train, seed):
+        if not (folder / run / "summary.json").exists():
+            shutil.rmtree(folder / run, ignore_errors=True)
+            quiet = ["--plots", "False", "--tensorboard", "False", "--run-dir", run]
+            _hvdtrain(folder, [*launcher("mpirun", ranks)], [*words, *quiet])
+        exported = folder / run / "export"
+        if not (row := _exported(exported, mode)):
             given = ["--format", "safetensors", "--quantize", mode, "--samples", "5000", "--points", "1"]
             _hvdtrain(folder, [], ["export", run, *given])
-            exported = folder / run / "export"
-            rows = json.loads((exported / "export.json").read_text())["models"]
-            (row,) = (each for each in rows if each["name"] == "safetensors" and each["precision"] == mode)
-            file = folder / run / "adapters.safetensors" if name == "adapters" else exported / row["path"]
-            packed = len(gzip.compress(file.read_bytes()))
-            yield name, {"accuracy": row["accuracy"], "ms": row["ms"], "bytes": file.stat().st_size, "packed": packed}
+            row = _exported(exported, mode)
+        file = folder / run / "adapters.safetensors" if name == "adapters" else exported / row["path"]
+        packed = len(gzip.compress(file.read_bytes()))
+        yield name, {"accuracy": row["accuracy"], "ms": row["ms"], "bytes": file.stat().st_size, "packed": packed}
+
+
+def _exported(folder: Path, mode: str) -> dict[str, Any]:
+    file = folder / "export.json"
+    rows = json.loads(file.read_text())["models"] if file.exists() else []
+    return next((row for row in rows if (row["name"], row["precision"]) == ("safetensors", mode)), {})
 
 
 def _hvdtrain(folder: Path, launched: list[str], words: list[str]) -> None:
@@ -118,21 +129,27 @@ def main() -> int:
     script.add_argument("--ranks", type=int, default=2)
     script.add_argument("--seeds", nargs="+", type=int, default=[0])
     script.add_argument("--data", type=Path, help="folder with cifar10-train.tar.gz and tinyshakespeare.txt")
+    script.add_argument("--runs", type=Path, help="keeps the runs (default: none are kept)")
     options = script.parsed()
+    with tempfile.TemporaryDirectory() as place:
+        _measure_all(script, options, options.runs or Path(place))
+    return script.exit_code()
+
+
+def _measure_all(script: Script, options: argparse.Namespace, runs: Path) -> None:
     for recipe in options.on:
         task, train = TASKS[recipe], [recipe]
         if task.file and options.data is not None:
             train += ["--data-args", "path", str((options.data / task.file).absolute())]
         found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         for seed in options.seeds:
-            for name, figures in measured(task, train, seed, options.ranks):
+            for name, figures in measured(task, train, seed, options.ranks, runs / f"{recipe}-{seed}"):
                 print(f"{recipe}, seed {seed}, {name}: accuracy {figures['accuracy']:.4f}", flush=True)
                 for key, value in figures.items():
                     found[name][key].append(value)
         for key in FIGURES:
             script.record(f"{recipe}: {key}", {"ranks": options.ranks}, {name: found[name][key] for name in found})
         print(table(found), flush=True)
-    return script.exit_code()
 
 
 if __name__ == "__main__":

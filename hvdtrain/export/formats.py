@@ -78,7 +78,10 @@ def checked(name: str, mode: str) -> Format:
 
 def _saved_model(contents: Contents, path: Path) -> None:
     serving, archive = contents.serving, keras.export.ExportArchive()
-    archive.track(serving.model)
+    # Not the model itself, for its tables of texts: of layers Keras would write each weight twice.
+    assets = tf.Module()
+    assets.model = serving.model
+    archive.track(assets)
     archive.add_endpoint("serve", serving.model.call, [serving.inputs])
     generate = contents.generate
     if generate is not None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
@@ -54,7 +55,11 @@ def write(model: keras.Model, path: Path, config: str, *, half: bool = False) ->
     Raises:
         ExportError: the model has masks or adapters.
     """
-    arrays = {name: np.asarray(weight) for name, weight in structure_of(model).by_path(model.weights).items()}
+    # Of a tensor's own memory, where it is the processor's: what Keras returns is a copy.
+    arrays = {
+        name: np.asarray(tf.convert_to_tensor(weight))
+        for name, weight in structure_of(model).by_path(model.weights).items()
+    }
     if half:
         arrays = {
             name: array.astype(np.float16) if array.dtype.kind == "f" else array for name, array in arrays.items()

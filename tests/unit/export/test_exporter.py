@@ -110,6 +110,20 @@ def test_fewer_bits_are_smaller_and_say_what_stays(tmp_path):
     np.testing.assert_array_equal(loaded(inputs, training=False), again(inputs, training=False))
 
 
+def test_each_weight_is_written_once_and_from_its_own_memory(tmp_path, monkeypatch):
+    words = keras.Input((2,), dtype="string")
+    model = keras.Sequential([words, layers.StringLookup(vocabulary=["a", "b"]), layers.Embedding(3, 50_000)])
+    export_one(model, tmp_path / "saved", "savedmodel", np.array([["a", "b"], ["b", "?"]]))
+    stored = sum(file.stat().st_size for file in (tmp_path / "saved").rglob("*"))
+    assert 600_000 < stored < 700_000
+    taken = []
+    monkeypatch.setattr(tensors, "save_file", lambda arrays, *_: taken.append(arrays))
+    tensors.write(model, tmp_path / "m.safetensors", "{}")
+    kernel = model.layers[-1].embeddings.value
+    (written,) = (array for array in taken[0].values() if array.size == 150_000)
+    assert np.shares_memory(written, np.asarray(tf.convert_to_tensor(kernel)))
+
+
 @pytest.mark.extended
 def test_layers_within_others_are_quantized_and_restored(tmp_path):
     tokens = np.random.default_rng(0).integers(0, 20, (8, 6), np.int32)
