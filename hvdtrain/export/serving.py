@@ -24,8 +24,6 @@ class Serving:
     """A nest of `keras.InputSpec`: dtype and shape of a batch, whose size is None."""
     raw_of: Callable[[Any], Any]
     """Returns the inputs [samples, …] from which arrays of the trained model's inputs are made."""
-    strings: bool = False
-    """Whether some inputs are strings."""
 
     def call(self, inputs: Any) -> Any:
         """Return the outputs for arrays of `inputs`, computed in this process as a runtime does, as arrays."""
@@ -69,8 +67,7 @@ def serving_of(
         inputs, raw_of = prepare.specs, prepare.columns_of
     if preprocessing.text is not None:
         outputs = "values"
-    texts = strings and table is not None and any(column.vocabulary is not None for column in table.columns)
-    return Serving(Served(model, prepare, outputs), inputs, raw_of, texts)
+    return Serving(Served(model, prepare, outputs), inputs, raw_of)
 
 
 def specs_of(signature: Any) -> Any:
