@@ -51,7 +51,9 @@ TASKS = {
         6, ("--model-args", "width", "4", "hidden", "16", "--epochs", "24"), "conv2|hidden", "hidden|logits"
     ),
     "cifar10": Task(6, ("--model-args", "depth", "8"), "block", "conv", "cifar10-train.tar.gz"),
-    "gpt_char": Task(3, ("--model-args", "depth", "2", "width", "64"), "", "query|value", "tinyshakespeare.txt"),
+    "gpt_char": Task(
+        3, ("--model-args", "depth", "2", "width", "64", "heads", "4"), "", "query|value", "tinyshakespeare.txt"
+    ),
 }
 MORE = ("--epochs", "3")
 PRUNED = {
