@@ -3,8 +3,8 @@
     python benchmarks/smaller.py --on digits cifar10 gpt_char --ranks 2 --seeds 0 --data FOLDER --runs FOLDER
 
 By the command line, as a user would: a recipe is trained on all ranks, `export` rounds its weights, and further runs
-begin with them: three epochs as they are, pruned, and with adapters. A student is trained from nothing, by itself and
-with the first run as its teacher. Reported are the accuracies on the recipe's validation data, the
+begin with them: two or three epochs as they are, pruned, and with adapters. A student is trained from nothing, by
+itself and with the first run as its teacher. Reported are the accuracies on the recipe's validation data, the
 milliseconds of one sample on one thread in TensorFlow, and the sizes of safetensors files, also packed by gzip; of
 adapters, the size of their own file. What is in `--runs` is not trained or exported again.
 """
@@ -44,6 +44,8 @@ class Task:
     """Layers that have adapters."""
     file: str = ""
     """Of the data, in --data."""
+    more: int = 3
+    """Epochs of what begins with the first run."""
 
 
 TASKS = {
@@ -52,10 +54,9 @@ TASKS = {
     ),
     "cifar10": Task(6, ("--model-args", "depth", "8"), "block", "conv", "cifar10-train.tar.gz"),
     "gpt_char": Task(
-        3, ("--model-args", "depth", "2", "width", "64", "heads", "4"), "", "query|value", "tinyshakespeare.txt"
+        3, ("--model-args", "depth", "2", "width", "64", "heads", "4"), "", "query|value", "tinyshakespeare.txt", 2
     ),
 }
-MORE = ("--epochs", "3")
 PRUNED = {
     "50 % zeros": ("--prune", "0.5"),
     "80 % zeros": ("--prune", "0.8"),
@@ -67,14 +68,15 @@ PRUNED = {
 
 def models(task: Task, train: list[str], seed: int) -> Iterator[tuple[str, list[str], str, str]]:
     """Yield the name of each model, the words that train it, the run's folder, and a precision of its file."""
-    first, again = [*train, "--seed", str(seed), "--epochs", str(task.epochs)], ["--resume", "first", *MORE]
+    first, more = [*train, "--seed", str(seed), "--epochs", str(task.epochs)], ["--epochs", str(task.more)]
+    again = ["--resume", "first", *more]
     for mode in MODES:
         yield mode, first, "first", mode
     # The weights alone, as all runs that begin with others.
-    yield "3 more epochs", [*train, "--weights", "first", "--seed", str(seed), *MORE], "more", "float32"
+    yield "more epochs", [*train, "--weights", "first", "--seed", str(seed), *more], "more", "float32"
     for name, options in PRUNED.items():
         layers = ["--prune-layers", task.pruned] if task.pruned else []
-        yield name, [*again, *options, *layers, "--prune-epochs", "2"], name, "float32"
+        yield name, [*again, *options, *layers, "--prune-epochs", str(task.more - 1)], name, "float32"
     yield "int4, trained for it", [*again, "--fake-quantize", "int4"], "rounded", "int4"
     yield "adapters", [*again, "--lora", "4", "--lora-layers", task.adapted], "adapted", "float32"
     yield "student", [*first, *task.student], "student", "float32"
