@@ -10,6 +10,7 @@ does not wait by polling. Per rank, as its mean over the ranks and for rank 0, w
     checkpoint ms  one checkpoint of it
     gather ms      an exchange of 100 bytes over the control channel
     board ms       a second of rest with one look at what all ranks have posted
+    failure ms     the report of the last rank's failure, until a rank has heard of it
 
 Nothing else may run on the machine meanwhile.
 """
@@ -27,7 +28,7 @@ from typing import Any
 from hvdtrain.bench.script import Script
 from hvdtrain.config.errors import LaunchError
 
-FIGURES = ("start", "step", "checkpoint", "gather", "board")
+FIGURES = ("start", "step", "checkpoint", "gather", "board", "failure")
 BATCH, STEPS, CALLS, LOOKS = 8, 60, 30, 5
 """Samples of a rank and step; steps, exchanges and looks that are measured."""
 
@@ -72,6 +73,14 @@ def grow() -> dict[str, Any]:
     found["board"] = cost(look, LOOKS)
     if control.rank == 0:
         shutil.rmtree(folder)
+
+    def hear() -> None:
+        if control.rank == size - 1:
+            control.report_failure("of the last rank")
+        while control.rank < size - 1 and not control.failures():
+            time.sleep(0.05)  # as a rank that waits for the cause
+
+    found["failure"] = cost(hear)
     everyone = [json.loads(each) for each in control.exchange(json.dumps(found).encode(), timeout=60.0)]
     by_figure = {name: [each[name] for each in everyone] for name in FIGURES}
     means = {name: mean(each) for name, each in by_figure.items()}

@@ -3,7 +3,7 @@
     python benchmarks/smaller.py --on digits cifar10 gpt_char --ranks 2 --seeds 0 --data FOLDER --runs FOLDER
 
 By the command line, as a user would: a recipe is trained on all ranks, `export` rounds its weights, and further runs
-begin with them: two or three epochs as they are, pruned, and with adapters. A student is trained from nothing, by
+begin with them: one or three epochs as they are, pruned, and with adapters. A student is trained from nothing, by
 itself and with the first run as its teacher. Reported are the accuracies on the recipe's validation data, the
 milliseconds of one sample on one thread in TensorFlow, and the sizes of safetensors files, also packed by gzip; of
 adapters, the size of their own file. What is in `--runs` is not trained or exported again.
@@ -46,6 +46,8 @@ class Task:
     """Of the data, in --data."""
     more: int = 3
     """Epochs of what begins with the first run."""
+    samples: int = 5000
+    """Of the validation data, to count the accuracy of."""
 
 
 TASKS = {
@@ -54,7 +56,13 @@ TASKS = {
     ),
     "cifar10": Task(6, ("--model-args", "depth", "8"), "block", "conv", "cifar10-train.tar.gz"),
     "gpt_char": Task(
-        3, ("--model-args", "depth", "2", "width", "64", "heads", "4"), "", "query|value", "tinyshakespeare.txt", 2
+        epochs=2,
+        student=("--model-args", "depth", "2", "width", "64", "heads", "4"),
+        pruned="",
+        adapted="query|value",
+        file="tinyshakespeare.txt",
+        more=1,
+        samples=1000,
     ),
 }
 PRUNED = {
@@ -95,7 +103,7 @@ def measured(
             _hvdtrain(folder, [*launcher("mpirun", ranks)], [*words, *quiet])
         exported = folder / run / "export"
         if not (row := _exported(exported, mode)):
-            given = ["--format", "safetensors", "--quantize", mode, "--samples", "5000", "--points", "1"]
+            given = ["--format", "safetensors", "--quantize", mode, "--samples", str(task.samples), "--points", "1"]
             _hvdtrain(folder, [], ["export", run, *given])
             row = _exported(exported, mode)
         file = folder / run / "adapters.safetensors" if name == "adapters" else exported / row["path"]

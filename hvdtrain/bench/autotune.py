@@ -8,12 +8,12 @@ import numpy as np
 from hvdtrain.bench.engine import Job, Launch
 from hvdtrain.bench.report import Block, plain_section
 from hvdtrain.bench.results import MOST_FOREIGN, Comparison, Round, Run
-from hvdtrain.runtime.tuning import EXCHANGE_DEFAULTS
+from hvdtrain.runtime.tuning import CYCLE_TIME, EXCHANGE_DEFAULTS, FUSION_THRESHOLD
 
 CANDIDATES = {
     "OMPI_MCA_mpi_yield_when_idle": ("0",),
-    "HOROVOD_CYCLE_TIME": ("0.1", "2"),
-    "HOROVOD_FUSION_THRESHOLD": (str(4 * 2**20), str(64 * 2**20)),
+    CYCLE_TIME: ("0.5", "2"),
+    FUSION_THRESHOLD: (str(4 * 2**20), str(64 * 2**20)),
 }
 """Alternatives to each default, in the order in which they are tried."""
 OF_MPI = ("OMPI_MCA_mpi_yield_when_idle",)

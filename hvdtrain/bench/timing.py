@@ -15,7 +15,7 @@ import psutil
 from hvdtrain.config.errors import LaunchError
 from hvdtrain.runtime.control.channel import gather
 from hvdtrain.runtime.session import Session
-from hvdtrain.runtime.tuning import EXCHANGE_DEFAULTS, LARGE_MESSAGES
+from hvdtrain.runtime.tuning import CYCLE_TIME, EXCHANGE_DEFAULTS, LARGE_MESSAGES
 
 SOURCES = Path(__file__).parents[2]
 """The folder of the package."""
@@ -135,7 +135,7 @@ def limit_cores(count: int) -> None:
 def process_settings(threads: int, environ: Mapping[str, str] = os.environ, *, malloc: str = "") -> dict[str, str]:
     """Return the settings of this process."""
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-    exchange = {name: environ[name] for name in (*EXCHANGE_DEFAULTS, *LARGE_MESSAGES) if name in environ}
+    exchange = {name: environ[name] for name in (*EXCHANGE_DEFAULTS, CYCLE_TIME, *LARGE_MESSAGES) if name in environ}
     # Reports may be published: name our own files without their folder.
     exchange = {name: value.removeprefix(f"{SOURCES}{os.sep}") for name, value in exchange.items()}
     memory = {"malloc": malloc} if malloc else {}

@@ -29,6 +29,7 @@ from hvdtrain.config.registry import resolve
 from hvdtrain.config.runtime import MallocName, RuntimeConfig
 from hvdtrain.config.training import PrecisionName
 from hvdtrain.runtime.launchers import detect_environment
+from hvdtrain.runtime.tuning import CYCLE_TIME
 
 OUT = Path("bench")
 EXCHANGE_FILE = "exchange.env"
@@ -296,6 +297,7 @@ def _autotune(options: argparse.Namespace, argv: Sequence[str]) -> int:
     point, cores = Point(options.backend, options.model, ranks, batch), options.cores
     job = job_of(point, windows=options.windows, warm_up=1, steps=options.steps, cores=cores, breakdown=False)
     _log(f"{options.model} on {ranks} ranks, {batch} samples a step")
+    os.environ.pop(CYCLE_TIME, None)  # by default there is none, and launches take what is set here
     try:
         launched = functools.partial(launch, limit_s=options.limit)
         found = autotune.autotune(job, launched, _log, mpi=SIDES[options.backend].launcher == "mpirun")

@@ -55,8 +55,8 @@ def test_all_sides_were_measured(folder):
         assert min(found["peak_rss_mib"]) > 100
     assert sum(size["bytes"] for size in runs["one-core"].facts["gradients"]) == 4 * 151_306
     ours, plain = (runs[side].facts["settings"] for side in ("horovod-mpi", "plain-gloo"))
-    assert ours["HOROVOD_CYCLE_TIME"] == "0.5"
-    assert "HOROVOD_CYCLE_TIME" not in plain, "the hand-written loop has Horovod's own settings"
+    assert ours["HOROVOD_FUSION_THRESHOLD"] == str(16 * 2**20)
+    assert "HOROVOD_FUSION_THRESHOLD" not in plain, "the hand-written loop has Horovod's own settings"
     assert plain["threads"] == ours["threads"]
     assert plain["cores of rank 0"] == ours["cores of rank 0"]
 

@@ -1,15 +1,17 @@
 """Which settings the search keeps, on machines whose times are known; no ranks are started."""
 
+import os
+
 import pytest
 
-from hvdtrain.bench.autotune import WORTH, autotune
+from hvdtrain.bench.autotune import CANDIDATES, WORTH, autotune
 from hvdtrain.bench.engine import Answer, Job, LaunchFailed
 from hvdtrain.bench.results import read_results
 from hvdtrain.cli.main import main
 from hvdtrain.runtime.tuning import EXCHANGE_DEFAULTS
 
 JOB = Job(name="horovod-mpi", setting={"model": "lm"}, command=["bench", "side"])
-YIELD, CYCLE, FUSION = EXCHANGE_DEFAULTS
+YIELD, CYCLE, FUSION = CANDIDATES
 
 
 class Machine:
@@ -43,14 +45,14 @@ def test_the_defaults_stay_where_nothing_is_faster():
 
 
 def test_what_is_faster_is_kept_while_the_rest_is_tried_and_compared_anew_at_the_end():
-    found, machine, _ = tuned(costs={(CYCLE, "0.1"): -10.0, (FUSION, "67108864"): -20.0, (FUSION, "4194304"): -5.0})
-    assert found.settings == {CYCLE: "0.1", FUSION: "67108864"}
+    found, machine, _ = tuned(costs={(CYCLE, "0.5"): -10.0, (FUSION, "67108864"): -20.0, (FUSION, "4194304"): -5.0})
+    assert found.settings == {CYCLE: "0.5", FUSION: "67108864"}
     assert found.saved == pytest.approx(0.3)
     best = EXCHANGE_DEFAULTS | found.settings
     assert machine.asked[-2:] == [EXCHANGE_DEFAULTS, best]
     runs = {run.name: run for run in found.runs}
     assert len(runs["the defaults"].rounds) == 2
-    assert runs[f"{CYCLE}=0.1"].command == f"{CYCLE}=0.1 bench side"
+    assert runs[f"{CYCLE}=0.5"].command == f"{CYCLE}=0.5 bench side"
 
 
 def test_savings_that_are_too_small_to_be_told_from_noise_are_left():
@@ -84,27 +86,29 @@ def machine(monkeypatch, tmp_path):
     return lambda machine: monkeypatch.setattr("hvdtrain.cli.bench.launch", lambda job, *, limit_s: machine(job))
 
 
-def test_what_was_found_is_written_to_be_sourced_and_reported(machine, capsys, tmp_path):
-    machine(Machine({(CYCLE, "0.1"): -10.0}))
+def test_what_was_found_is_written_to_be_sourced_and_reported(machine, capsys, tmp_path, monkeypatch):
+    machine(Machine({(CYCLE, "0.5"): -10.0}))
+    monkeypatch.setenv(CYCLE, "7")  # of an earlier search: it is not what the defaults are
     assert main(["bench", "--autotune", "--ranks", "2", "--model", "mlp"]) == 0
+    assert CYCLE not in os.environ
     assert (tmp_path / "bench" / "exchange.env").read_text().splitlines() == [
         "# python -m hvdtrain bench --autotune: mlp on 2 ranks, horovod-mpi;",
         "# a step took 10% less time than with the defaults.",
-        "export HOROVOD_CYCLE_TIME=0.1",
+        "export HOROVOD_CYCLE_TIME=0.5",
     ]
     assert capsys.readouterr().out.endswith("to train so  source bench/exchange.env\n")
     (folder,) = (path for path in (tmp_path / "bench").iterdir() if path.is_dir())
     assert read_results(folder).comparisons["autotune"].options["model"] == "mlp"
     report = (folder / "report.md").read_text()
-    assert "| HOROVOD_CYCLE_TIME=0.1 | mlp, 2 ranks, batch 64 | windows_ms | 90 | 90 .. 90 | 2 |" in report
-    assert "HOROVOD_CYCLE_TIME=0.1 mpirun" in report
+    assert "| HOROVOD_CYCLE_TIME=0.5 | mlp, 2 ranks, batch 64 | windows_ms | 90 | 90 .. 90 | 2 |" in report
+    assert "HOROVOD_CYCLE_TIME=0.5 mpirun" in report
 
 
 @pytest.mark.parametrize(
     ("known", "code", "said"),
     [
         (Machine({}), 0, "the defaults are as fast as anything that was tried"),
-        (Machine({(CYCLE, "0.1"): -10.0}, foreign=0.5), 1, "took 0.50 cores meanwhile: no settings were written"),
+        (Machine({(CYCLE, "0.5"): -10.0}, foreign=0.5), 1, "took 0.50 cores meanwhile: no settings were written"),
     ],
 )
 def test_no_settings_are_written_where_none_are_better_or_it_was_too_noisy(
