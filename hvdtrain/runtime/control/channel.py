@@ -72,7 +72,7 @@ class ControlChannel:
         """Return, by rank, what was posted last under ``key`` or below it (``key/…``), this rank's too.
 
         It shows what has arrived so far and does not wait for more. Over the store of ``horovodrun`` it costs one
-        request for each rank of the job.
+        request.
 
         Raises:
             LaunchError: the transport is broken.

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -156,7 +156,7 @@ _SECONDS_TO_REPORT = 1.0
 class MpiTransport:
     """Point-to-point messages of one communicator."""
 
-    longest_pause = 0.005
+    pauses = 0.001, 0.005
     others_may_write = False
 
     def __init__(self, mpi: Any, communicator: Any, lobby: bool = False) -> None:
@@ -173,8 +173,8 @@ class MpiTransport:
     def send(self, sequence: int, message: bytes) -> None:
         self._send(message, 0, self._tag(sequence))
 
-    def received(self, rank: int, sequence: int) -> bytes | None:
-        return self._receive(rank, self._tag(sequence))[1]
+    def received(self, sequence: int, ranks: Collection[int]) -> Iterable[tuple[int, bytes]]:
+        return self.arrived(self._tag(sequence))
 
     def publish(self, sequence: int, message: bytes, ranks: Collection[int]) -> None:
         for rank in ranks:

@@ -9,7 +9,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal, NoReturn, Protocol
 
@@ -34,16 +34,16 @@ class Transport(Protocol):
     All may raise LaunchError when the transport itself is broken.
     """
 
-    longest_pause: float
-    """Seconds to which the pause between two looks for a message grows."""
+    pauses: tuple[float, float]
+    """Seconds between two looks for a message, at first and at most."""
     others_may_write: bool
     """Whether processes that are not ranks may write messages, or replace those of ranks."""
 
     def send(self, sequence: int, message: bytes) -> None:
         """Send this rank's part of exchange ``sequence`` to rank 0."""
 
-    def received(self, rank: int, sequence: int) -> bytes | None:
-        """On rank 0: return the part of ``rank``, or None while it is not there."""
+    def received(self, sequence: int, ranks: Collection[int]) -> Iterable[tuple[int, bytes]]:
+        """On rank 0: return the parts of ``ranks``, which it has not taken before, as far as they are there."""
 
     def publish(self, sequence: int, message: bytes, ranks: Collection[int]) -> None:
         """On rank 0: send an answer to ``ranks``; a later answer may replace an earlier one."""
@@ -97,9 +97,9 @@ class _Answer:
         return answer, parts
 
 
-def _pauses(longest: float) -> Iterator[float]:
-    """Yield seconds to sleep between two looks: from 1 ms, growing, so that waiting burns no core."""
-    pause = 0.001
+def _pauses(first: float, longest: float) -> Iterator[float]:
+    """Yield seconds to sleep between two looks, growing, so that waiting burns no core."""
+    pause = first
     while True:
         yield pause
         pause = min(pause * 1.5, longest)
@@ -256,17 +256,15 @@ class RootedChannel(ControlChannel):
     def _gather(self, sequence: int, payload: bytes, timeout: float, deadline: float, on_wait: OnWait) -> list[bytes]:
         """Return every rank's part; tell those that wait who is missing, about once a second."""
         parts, missing = {0: payload}, list(range(1, self.size))
-        pauses, interval = _pauses(self._transport.longest_pause), max(0.001 * self.size, min(1.0, timeout / 4))
+        pauses, interval = _pauses(*self._transport.pauses), max(0.001 * self.size, min(1.0, timeout / 4))
         refusals = _Refusals(self.rank, self._transport.others_may_write)
         telling = time.monotonic() + interval
         while missing:
             now = time.monotonic()
             tell, before = now >= min(telling, deadline), len(parts)
-            for rank in missing if tell else missing[:1]:
-                message = self._transport.received(rank, sequence)
+            for rank, message in self._transport.received(sequence, missing):
                 try:
-                    if message is not None:
-                        parts[rank] = self._signer.open(message, purpose="part", sequence=sequence, sender=rank)
+                    parts[rank] = self._signer.open(message, purpose="part", sequence=sequence, sender=rank)
                 except LaunchError as error:
                     refusals.note(rank, error)
             missing = [rank for rank in missing if rank not in parts]
@@ -278,9 +276,9 @@ class RootedChannel(ControlChannel):
                 on_wait(missing)
                 telling = now + interval
             if len(parts) > before:
-                pauses = _pauses(self._transport.longest_pause)
-            elif missing:
-                time.sleep(next(pauses))
+                pauses = _pauses(*self._transport.pauses)
+            if missing:
+                time.sleep(min(next(pauses), max(0.0, deadline - time.monotonic())))
         return [parts[rank] for rank in range(self.size)]
 
     def _publish(self, sequence: int, answer: bytes, ranks: Collection[int]) -> None:
@@ -292,11 +290,12 @@ class RootedChannel(ControlChannel):
     ) -> list[bytes]:
         # Rank 0 gives up first, so that all ranks raise with its words.
         deadline = time.monotonic() + timeout + min(1.0, 0.2 * timeout)
-        pauses, missing, telling = _pauses(self._transport.longest_pause), [0], time.monotonic() + 1.0
+        pauses, missing, telling = _pauses(*self._transport.pauses), [0], time.monotonic() + 1.0
         refusals, is_missing = _Refusals(self.rank, self._transport.others_may_write), False
         message = self._signer.sign(payload, purpose="part", sequence=sequence, sender=self.rank)
         self._transport.send(sequence, message)
         while time.monotonic() < deadline:
+            time.sleep(next(pauses))
             published, text = self._transport.published(sequence), None
             try:
                 if published is not None:
@@ -318,7 +317,6 @@ class RootedChannel(ControlChannel):
                 telling += 1.0
                 if self._transport.others_may_write and (is_missing or refusals.seen):
                     self._transport.send(sequence, message)
-            time.sleep(next(pauses))
         raise refusals.of([0]) or self._late(missing, timeout)
 
     def _late(self, missing: Sequence[int], timeout: float) -> LaunchError:

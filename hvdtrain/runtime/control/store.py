@@ -1,6 +1,7 @@
 """The control channel over the HTTP store that ``horovodrun --gloo``, or rank 0 (`runtime/rendezvous.py`), keeps.
 
-The store knows PUT and GET of ``/<scope>/<key>`` (404 until written) and, from RendezvousHandler on, DELETE.
+The store knows PUT and GET of ``/<scope>/<key>`` (404 until written) and, from RendezvousHandler on, DELETE; with the
+patch `read-together`, GET of ``/<scope>/<key>,<key>…``.
 A Horovod without the patch `store-token` takes them from everybody: every message is signed. Horovod's own client
 unpickles its answers: it is not used.
 """
@@ -8,11 +9,12 @@ unpickles its answers: it is not used.
 import contextlib
 import hmac
 import http.client
-import json
 import os
+import re
 import secrets
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import NoReturn
 
 from hvdtrain.config.errors import LaunchError
@@ -30,12 +32,10 @@ _MOST_IN_LOBBY = 2**22
 """A greeting has 16 bytes, rank 0's answer 16 for each rank."""
 _OTHERS_LOOK_S = 2.0
 """Twice as long as ranks take from one look for failures to the next (`hvdtrain.runtime.link`)."""
-_MOST_ASKED_EACH = 16
-"""Ranks of a world in which each asks for the boards of all others."""
-_COLLECTED_S = 5.0
-"""Rank 0 has stopped to look where it has collected nothing for so long: a rank that asks then asks each."""
-_FAILURES_A_CALL = 64
-"""Ranks asked for a failure report in one look, so that a look stays short in a large job."""
+_LENGTHS = "Value-Lengths"
+"""Header of an answer that holds several values."""
+_KEYS_A_REQUEST = 1000
+"""Python's server takes a path of 64 KiB."""
 
 
 class Store:
@@ -62,14 +62,34 @@ class Store:
 
     def put(self, scope: str, key: str, value: bytes) -> None:
         """Write a value, in place of an earlier one."""
-        status, _ = self._request("PUT", f"/{scope}/{key}", value)
+        status, *_ = self._request("PUT", f"/{scope}/{key}", value)
         if status != http.client.OK:
             raise LaunchError(f"Horovod's store at {self} refused to keep {scope}/{key} (HTTP {status}).")
 
     def get(self, scope: str, key: str) -> bytes | None:
         """Return a value, or None while it is not written (or is empty)."""
-        status, body = self._request("GET", f"/{scope}/{key}")
+        status, body, _ = self._request("GET", f"/{scope}/{key}")
         return body or None if status == http.client.OK else None
+
+    def get_all(self, scope: str, keys: Sequence[str]) -> dict[str, bytes]:
+        """Return those of several values that are written, with one request for many."""
+        found: dict[str, bytes] = {}
+        while keys:
+            # The store answers for as many of the first ones as go into a message.
+            values = self._values(scope, keys[:_KEYS_A_REQUEST])
+            found |= {key: value for key, value in zip(keys, values, strict=False) if value}
+            keys = keys[len(values) :]
+        return found
+
+    def _values(self, scope: str, keys: Sequence[str]) -> list[bytes]:
+        """Return the values of the first one or more of `keys`, empty where none is written."""
+        if len(keys) > 1:
+            _, body, told = self._request("GET", f"/{scope}/{','.join(keys)}")
+            lengths = [int(length) for length in re.findall(r"\d{1,10}", told)]
+            if 0 < len(lengths) <= len(keys) and sum(lengths) == len(body):
+                return [body[end - length : end] for end, length in zip(accumulate(lengths), lengths, strict=True)]
+            # Else it is of a Horovod without the patch `read-together`, or one of them is too long.
+        return [self.get(scope, key) or b"" for key in keys]
 
     def delete(self, scope: str, key: str) -> None:
         """Remove a value, where the store can do that."""
@@ -78,10 +98,13 @@ class Store:
     def __str__(self) -> str:
         return f"{self._host}:{self._port}"
 
-    def _request(self, method: str, path: str, value: bytes | None = None) -> tuple[int, bytes]:
+    def _request(self, method: str, path: str, value: bytes | None = None) -> tuple[int, bytes, str]:
         """Ask until there is an answer: many ranks at once overrun the short queue of the server.
 
         A body so long that no rank of this job can have written it is not read.
+
+        Returns:
+            The status, the body, and the lengths of its values where a store that can was asked for several.
 
         Raises:
             LaunchError: none came for ``patience`` seconds.
@@ -96,7 +119,8 @@ class Store:
                     connection.request(method, self._path + path, body=value)
                     response = connection.getresponse()
                     too_long = (response.length or 0) > self._most
-                    return response.status, b"" if too_long else response.read(self._most)
+                    body = b"" if too_long else response.read(self._most)
+                    return response.status, body, response.getheader(_LENGTHS, "")
             except (OSError, http.client.HTTPException) as error:
                 if time.monotonic() > deadline:
                     raise LaunchError(
@@ -121,8 +145,7 @@ def split_address(address: str, port: int) -> tuple[str, str]:
 class StoreTransport:
     """The values of one scope as messages to rank 0 and back.
 
-    In a large world rank 0 collects what all have posted whenever it looks itself, and the others ask for that: a look
-    of all ranks is two requests for each, and not one for each pair. Each board is signed by its own rank.
+    What several ranks have written is read with one request.
     """
 
     others_may_write = True
@@ -137,18 +160,14 @@ class StoreTransport:
             consume: whether rank 0 empties each part it has read, so that a later channel finds none.
             kept_here: whether the store ends with this process.
         """
-        self.longest_pause = max(0.05, 0.001 * size)  # some 1,000 requests a second, whatever the size
+        # It answers some 1,000 requests a second, and an exchange is two of each rank before its answer is there.
+        self.pauses = max(0.001, 0.0005 * size), max(0.05, 0.001 * size)
         self._store = store
         self._scope = scope
         self._rank = rank
         self._size = size
         self._consume = consume
         self._kept_here = kept_here
-        self._next_asked = 0
-        self._collections, self._collected = 0, time.monotonic()
-        """Number of the last collection of boards, and when it was seen."""
-        self._own: dict[int, bytes] = {}
-        """This rank's board, once it has posted."""
 
     def send(self, sequence: int, message: bytes) -> None:
         # The part of the exchange before was read, as its answer shows.
@@ -156,12 +175,11 @@ class StoreTransport:
         if sequence > 0:
             self._store.delete(self._scope, f"part-{sequence - 1}-{self._rank}")
 
-    def received(self, rank: int, sequence: int) -> bytes | None:
-        key = f"part-{sequence}-{rank}"
-        message = self._store.get(self._scope, key)
-        if self._consume and message is not None:
-            self._store.put(self._scope, key, b"")
-        return message
+    def received(self, sequence: int, ranks: Collection[int]) -> Iterable[tuple[int, bytes]]:
+        parts = self._written(f"part-{sequence}", ranks, self._store)
+        for rank in parts if self._consume else ():
+            self._store.put(self._scope, f"part-{sequence}-{rank}", b"")
+        return parts.items()
 
     def publish(self, sequence: int, message: bytes, ranks: Collection[int]) -> None:
         # One value for all ranks.
@@ -183,42 +201,23 @@ class StoreTransport:
 
     def received_failures(self, known: Collection[int]) -> dict[int, bytes]:
         store = self._store.with_patience(0.0)
-        hint = store.get(self._scope, "failed")
-        if hint is None:
+        if store.get(self._scope, "failed") is None:
             return {}
-        first, count = self._next_asked, min(self._size, _FAILURES_A_CALL)  # the others take their turns
-        self._next_asked = (first + count) % self._size
-        turn = ((first + i) % self._size for i in range(count))
-        asked = dict.fromkeys([int(hint) if hint.isdigit() else 0, *turn])
-        ranks = [rank for rank in asked if rank != self._rank and rank not in known]
-        messages = {rank: store.get(self._scope, f"failure-{rank}") for rank in ranks}
-        return {rank: message for rank, message in messages.items() if message is not None}
+        return self._written("failure", [rank for rank in self._others() if rank not in known], store)
 
     def post(self, message: bytes) -> None:
-        self._own = {self._rank: message}
         self._store.with_patience(1.0).put(self._scope, f"board-{self._rank}", message)
 
     def posted(self) -> dict[int, bytes]:
-        store = self._store.with_patience(1.0)
-        if self._size <= _MOST_ASKED_EACH:
-            return self._each_posted(store)
-        if self._rank == 0:
-            boards = self._each_posted(store)
-            self._collections += 1
-            store.put(self._scope, "boards", _laid_out(self._collections, boards | self._own))
-            return boards
-        collected, boards = _taken_apart(store.get(self._scope, "boards") or b"")
-        now = time.monotonic()
-        if collected != self._collections:
-            self._collections, self._collected = collected, now
-        elif now - self._collected > _COLLECTED_S:  # rank 0 does not look at present
-            self._collected = now
-            boards = self._each_posted(store)
-        return {rank: board for rank, board in boards.items() if rank != self._rank}
+        return self._written("board", self._others(), self._store.with_patience(1.0))
 
-    def _each_posted(self, store: Store) -> dict[int, bytes]:
-        boards = {rank: store.get(self._scope, f"board-{rank}") for rank in range(self._size) if rank != self._rank}
-        return {rank: board for rank, board in boards.items() if board is not None}
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self._size) if rank != self._rank]
+
+    def _written(self, name: str, ranks: Collection[int], store: Store) -> dict[int, bytes]:
+        """Return what those of `ranks` that have written `name` wrote."""
+        keys = {f"{name}-{rank}": rank for rank in ranks}
+        return {keys[key]: value for key, value in store.get_all(self._scope, list(keys)).items()}
 
     def abort(self, code: int) -> NoReturn:
         """End this process: horovodrun ends the others of a job where one ends with an error.
@@ -231,25 +230,6 @@ class StoreTransport:
 
     def close(self) -> None:
         """Do nothing: no connection is held, and the store ends with horovodrun or rank 0."""
-
-
-def _laid_out(number: int, boards: Mapping[int, bytes]) -> bytes:
-    """Return a collection of boards, and its number, as one value."""
-    header = json.dumps([number, [[rank, len(board)] for rank, board in boards.items()]])
-    return header.encode() + b"\n" + b"".join(boards.values())
-
-
-def _taken_apart(value: bytes) -> tuple[int, dict[int, bytes]]:
-    """Return the number of a collection, and the boards in it; of what is none, 0 and none."""
-    header, _, rest = value.partition(b"\n")
-    boards: dict[int, bytes] = {}
-    try:
-        number, lengths = json.loads(header)
-        for rank, length in lengths:
-            boards[int(rank)], rest = rest[:length], rest[length:]
-        return int(number), boards
-    except (ValueError, TypeError):
-        return 0, {}
 
 
 def open_store(environment: Environment, *, timeout: float, environ: Mapping[str, str] = os.environ) -> RootedChannel:

@@ -184,26 +184,6 @@ def test_a_forged_failure_is_ignored():
     assert on_threads(2, lambda rank: body(open_rank(rank, 2, port))) == [{}, {}]
 
 
-def test_a_look_for_failures_asks_few_ranks_of_many_and_comes_round():
-    asked = []
-
-    class Noted(Store):
-        def get(self, scope, key):
-            asked.append(key)
-            return b"5" if key == "failed" else None
-
-        def with_patience(self, patience):
-            return self
-
-    transport = StoreTransport(Noted("nowhere", 1), "scope", rank=0, size=150)
-    for _ in range(3):
-        asked.append("look")
-        transport.received_failures({})
-    looks = " ".join(asked).split("look")[1:]
-    assert max(len(look.split()) for look in looks) <= 66
-    assert {f"failure-{rank}" for rank in range(1, 150)} <= set(asked)
-
-
 def test_a_channel_can_be_opened_again_in_the_same_job():
     def body(rank):
         for i in range(3):
@@ -223,11 +203,11 @@ def test_the_store_does_not_fill_up():
         for _ in range(50):
             channel.exchange(b"x" * 1000, timeout=10)
         if channel.rank == 0:
-            held.append([channel._transport.received(1, i) for i in range(49)])
+            held.append([list(channel._transport.received(i, [1])) for i in range(49)])
             held.append([channel._transport.published(i) for i in range(48)])
 
     as_ranks(2, body)
-    assert held == [[None] * 49, [None] * 48]
+    assert held == [[[]] * 49, [None] * 48]
 
 
 def test_the_board_shows_each_ranks_latest_value_while_others_are_in_an_exchange():
@@ -270,81 +250,44 @@ def test_a_key_of_the_board_holds_what_was_posted_last_below_it():
 
 
 class Counted(Store):
-    """A store in this process that counts what it is asked."""
+    """A store that counts what it is asked."""
 
-    def __init__(self):
-        super().__init__("nowhere", 1)
-        self.held, self.asked = {}, 0
+    asked = 0
 
-    def get(self, scope, key):
+    def _request(self, method, path, value=None):
         self.asked += 1
-        return self.held.get(key)
-
-    def put(self, scope, key, value):
-        self.asked += 1
-        self.held[key] = value
+        return super()._request(method, path, value)
 
     def with_patience(self, patience):
         return self
 
 
-def channels(store, size):
+def channels_over(store, size):
     return [
         RootedChannel(StoreTransport(store, "scope", rank, size), Signer(b"secret", "job"), rank, size)
         for rank in range(size)
     ]
 
 
-def test_a_look_of_all_ranks_of_a_large_world_costs_two_requests_for_each():
-    store, size = Counted(), 150
-    ranks = channels(store, size)
-    for channel in ranks:
-        channel.post("step", b"%d" % channel.rank)
-    store.asked = 0
+def test_what_many_ranks_wrote_is_read_with_one_request():
+    store, size = Counted("127.0.0.1", rendezvous()), 150
+    ranks = channels_over(store, size)
     everything = {rank: b"%d" % rank for rank in range(size)}
-    assert [channel.read("step") for channel in ranks] == [everything] * size
-    assert store.asked <= 2 * size
-    ranks[7].post("step", b"later")
-    ranks[0].read("step")
-    assert ranks[149].read("step") == ranks[0].read("step") == everything | {7: b"later"}
-
-
-def test_where_rank_0_does_not_look_the_others_ask_each(monkeypatch):
-    """It may have failed; what it has collected before is not thrown away meanwhile."""
-    store = Counted()
-    ranks = channels(store, 20)
     for channel in ranks:
-        channel.post("step", b"1")
-    assert ranks[3].read("step") == {3: b"1"}, "nothing was collected yet"
-    ranks[0].read("step")
-    assert len(ranks[3].read("step")) == 20
-    ranks[5].post("step", b"2")
-    assert ranks[3].read("step")[5] == b"1"
-    monkeypatch.setattr("hvdtrain.runtime.control.store._COLLECTED_S", 0.0)
-    assert ranks[3].read("step")[5] == b"2"
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        b"",
-        b"x",
-        b"[]\n",
-        b"[1]\n",
-        b'{"a": 1}\n',
-        b"[1, [[2]]]\nx",
-        b"[1, [[2, -5]]]\nxy",
-        b"[1, [[2, 40]]]\n" + b"x" * 40,
-    ],
-)
-def test_a_collection_that_is_none_hides_nothing(value):
-    store = Counted()
-    ranks = channels(store, 20)
-    ranks[2].post("step", b"1")
-    ranks[0].read("step")
-    assert ranks[3].read("step") == {2: b"1"}
-    store.put("scope", "boards", value)
-    assert ranks[3].read("step") == {2: b"1"}
+        channel.post("step", everything[channel.rank])
+    store.asked = 0
+    assert ranks[3].read("step") == ranks[0].read("step") == everything
+    assert store.asked == 2
+    for channel in ranks[5:]:
+        channel.report_failure(f"of {channel.rank}")
+    store.asked = 0
+    assert ranks[3].failures() == {rank: f"of {rank}" for rank in range(5, size)}
+    assert store.asked == 2
+    for channel in ranks[1:]:
+        channel._transport.send(0, channel._signer.sign(b"x", purpose="part", sequence=0, sender=channel.rank))
+    store.asked = 0
+    assert ranks[0].exchange(b"y", timeout=10) == [b"y"] + [b"x"] * (size - 1)
+    assert store.asked == 2
 
 
 @pytest.mark.parametrize("forgery", ["tampered", "older", "of another rank", "of another job"])
