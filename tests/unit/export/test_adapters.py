@@ -7,6 +7,7 @@ from keras import layers
 
 import hvdtrain
 from hvdtrain.config.errors import CheckpointError, ConfigError
+from tests.extended import mostly_extended
 
 
 def model(units=16):
@@ -25,7 +26,12 @@ def trained(net):
     return x
 
 
-@pytest.mark.parametrize(("named", "count"), [("query|value", 4), ("table", 2), ("", 12)])
+@pytest.mark.parametrize(
+    ("named", "count"),
+    mostly_extended(
+        [("query|value", 4), ("table", 2), ("", 12)], lambda _, count: count == 4, why="one more layer is one more pair"
+    ),
+)
 def test_adapters_are_trained_and_nothing_else(named, count):
     net = model()
     before = {weight.path: weight.numpy() for weight in net.weights}

@@ -8,6 +8,7 @@ from keras import layers
 import hvdtrain
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.export.channels import chains_of
+from tests.extended import mostly_extended
 
 
 def plain():
@@ -80,7 +81,15 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("build", CASES, ids=lambda build: build.__name__)
+@pytest.mark.parametrize(
+    "build",
+    mostly_extended(
+        CASES,
+        lambda build: build in (normalized, residual),
+        why="statistics, a sum and what is left alone between them",
+    ),
+    ids=lambda build: build.__name__,
+)
 def test_pruned_channels_are_taken_out_of_what_computes_the_same(build):
     keras.utils.set_random_seed(0)
     model = build()

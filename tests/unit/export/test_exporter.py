@@ -69,7 +69,7 @@ def subject_of_digits(model):
     ("name", "build", "extended"),
     [
         pytest.param(name, build, False, marks=[pytest.mark.extended] if (name, build) not in kept else [])
-        for kept in [{("savedmodel", several), ("safetensors", several)}]
+        for kept in [{("savedmodel", several)}]  # weights in safetensors are written again by most tests below
         for name in SUFFIXES
         for build in (digits, attention, several)
     ],
@@ -166,6 +166,7 @@ def test_a_file_of_other_weights_is_found_out(tmp_path, monkeypatch):
         export_one(digits(), tmp_path / "m2.keras", "keras")
 
 
+@pytest.mark.extended
 def test_numbers_that_are_none_are_found_out(tmp_path):
     model = digits()
     model.layers[-1].bias.assign(np.full(10, 1e30))  # infinite in 16 bits
@@ -180,6 +181,7 @@ def test_numbers_that_are_none_are_found_out(tmp_path):
     assert difference([np.array([np.nan])], np.array([np.nan])) == 0
 
 
+@pytest.mark.extended
 def test_a_model_that_is_compiled_adapted_or_of_16_bits_goes_into_every_format(tmp_path):
     def own_loss(y_true, y_pred):
         return keras.ops.mean(keras.ops.square(y_true - y_pred), -1)
@@ -244,6 +246,7 @@ class Sized(Own):
         self.size = size
 
 
+@pytest.mark.extended
 def test_a_model_without_a_config_goes_into_formats_that_need_none(tmp_path):
     model, x = Sized(object()), [np.ones((4, 5), np.float32), np.ones((4, 5), np.float32)]
     model(x)
@@ -324,6 +327,7 @@ def test_nothing_is_overwritten(tmp_path):
         export_one(digits(), tmp_path / "m.keras" / "n.keras", "keras")
 
 
+@pytest.mark.extended
 def test_a_trainer_that_waits_for_its_variables_exports_nothing(tmp_path, session):
     first = hvdtrain.Trainer(Own(), "sgd", "mse", backend=SingleBackend(session))
     x = [np.ones((4, 5), np.float32), np.ones((4, 5), np.float32)]

@@ -14,6 +14,7 @@ from hvdtrain.state.train_state import TrainState
 from hvdtrain.training import core
 from hvdtrain.training.elastic import Commits
 from tests.builders import samples
+from tests.extended import mostly_extended
 
 pytestmark = pytest.mark.usefixtures("session")
 
@@ -123,7 +124,9 @@ def test_a_commit_of_an_elastic_training_is_broadcast_once(broadcasts):
 # -- a script that is run again goes on --
 
 
-@pytest.mark.parametrize("after", [3, 11])
+@pytest.mark.parametrize(
+    "after", mostly_extended([3, 11], lambda after: after == 11, why="it has passes of other lengths behind it")
+)
 def test_a_training_on_passes_of_any_length_ends_as_one_at_a_stretch(tmp_path, after):
     def fit(trainer, *callbacks):
         saves = hvdtrain.Checkpoint(tmp_path, every=1)

@@ -288,6 +288,7 @@ def test_the_norm_may_be_beyond_the_range_of_the_gradient():
     assert float(clipped[0][0]) == pytest.approx(200.0 * 100.0 / float(norm), rel=2e-3)
 
 
+@pytest.mark.extended
 def test_the_norm_is_the_same_with_any_number_of_threads():
     """Ranks on hosts with other numbers of cores would clip the same gradient differently."""
     said = []
