@@ -1,4 +1,4 @@
-"""Sums of ranks on one host, in memory that they share."""
+"""Sums and gathered tensors of ranks on one host, in memory that they share."""
 
 import os
 import sys
@@ -45,11 +45,26 @@ for dtype in ("float64", "float32", "int32", "int64", "float16"):
             np.testing.assert_array_equal(scaled, summed(dtype, count, 1.5))
 np.testing.assert_array_equal(hvd.allreduce(tf.constant([rank]), op=hvd.Max), [size - 1])
 
+# Between sums, which use the same memory.
+for number, rows in enumerate([(0, 0, 0), (1, 0, 2), (3, 70_000, 1), (0, 0, 150_001), (5, 5, 5)]):
+    for dtype in ("float32", "bool", "uint8", "float16", "int64"):
+        for columns in ((), (3,), (2, 5)):
+            def rows_of(of, more=0):
+                shape = (rows[of], *columns)
+                return tf.constant(values(dtype, int(np.prod(shape)) + more, of + number)[more:].reshape(shape))
+            everyone = hvd.allgather(rows_of(rank))
+            np.testing.assert_array_equal(everyone, tf.concat([rows_of(of) for of in range(size)], 0))
+            for more, each in enumerate(hvd.grouped_allgather([rows_of(rank), rows_of(rank, 1)])):
+                np.testing.assert_array_equal(each, tf.concat([rows_of(of, more) for of in range(size)], 0))
+        np.testing.assert_array_equal(hvd.allreduce(tf.ones(140_000)), np.ones(140_000))
+
 def of_some(ranks):
     some = hvd.add_process_set(ranks)
     if some.included():
         total = hvd.allreduce(tf.fill([70_000], rank), op=hvd.Sum, process_set=some)
         np.testing.assert_array_equal(total, np.full(70_000, sum(ranks)))
+        everyone = hvd.allgather(tf.fill([rank + 1], rank), process_set=some)
+        np.testing.assert_array_equal(everyone, np.repeat(ranks, np.add(ranks, 1)))
     hvd.remove_process_set(some)
 
 if size > 2:
@@ -84,17 +99,17 @@ except Exception as error:
     print(error, flush=True)
 os._exit(0)
 """
-ACTIVITY = "SHARED_MEMORY_ALLREDUCE"
+ACTIVITIES = ("SHARED_MEMORY_ALLREDUCE", "SHARED_MEMORY_ALLGATHER")
 
 
 def sums(folder, controller, ranks, first="", **settings):
-    """Run the sums, and return whether any were in shared memory."""
+    """Run the sums, and return which of their activities were in shared memory."""
     timeline = folder / "timeline.json"  # rank 0 writes one
     words = [sys.executable, "-c", SUMS, str(timeline), first]
     environ = {"HOROVOD_TIMELINE": "DYNAMIC", "HOROVOD_DYNAMIC_PROCESS_SETS": "1", **settings}
     job = run([*launcher(controller, ranks), *words], cwd=folder, timeout=150, **environ)
     assert job.out.count("as they have to be") == ranks
-    return ACTIVITY in timeline.read_text()
+    return {activity for activity in ACTIVITIES if activity in timeline.read_text()}
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +122,7 @@ def nothing_is_left():
 
 @pytest.mark.parametrize("controller", ["gloo", "mpirun"])
 def test_sums_are_those_of_the_ranks_in_order(tmp_path, controller):
-    assert sums(tmp_path, controller, 3)
+    assert sums(tmp_path, controller, 3) == set(ACTIVITIES)
 
 
 @pytest.mark.extended
@@ -126,8 +141,8 @@ def test_ranks_that_share_no_memory_send_messages(tmp_path, first):
 @pytest.mark.parametrize(
     ("how", "settings", "said"),
     [
-        ("SIGKILL", {}, "Rank 1 has left in the middle of an allreduce"),
-        ("SIGSTOP", {"HOROVOD_GLOO_TIMEOUT_SECONDS": "3"}, "did not take part in an allreduce in time"),
+        ("SIGKILL", {}, "Rank 1 has left in the middle of an exchange"),
+        ("SIGSTOP", {"HOROVOD_GLOO_TIMEOUT_SECONDS": "3"}, "did not take part in an exchange in time"),
     ],
 )
 def test_a_rank_that_ends_or_stands_still_fails_the_others(tmp_path, how, settings, said):
