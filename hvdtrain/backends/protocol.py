@@ -70,10 +70,6 @@ class Collectives(Protocol):
         """This replica's index; outside of `Backend.run` that of the process's first replica."""
 
     @property
-    def fuses(self) -> bool:
-        """Whether simultaneous reductions may share a message (tensor fusion)."""
-
-    @property
     def by_host(self) -> HostSum | None:
         """Two-level reduction of large tensors; None if all replicas communicate directly."""
 

@@ -17,7 +17,6 @@ class NoOpCollectives:
     local_size = 1
     primary = True
     axes: Mapping[str, int] = {}
-    fuses = True
     by_host = None
     remarks: Sequence[str] = ()
 

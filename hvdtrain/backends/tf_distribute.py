@@ -28,8 +28,6 @@ class StrategyBackend:
     roles: Mapping[str, int] = {}
     axes: Mapping[str, int] = {}
     by_host = None
-    fuses = True
-    """TensorFlow decides."""
     remarks: Sequence[str] = ()
 
     def __init__(self, session: Session, opened: OpenStrategy) -> None:

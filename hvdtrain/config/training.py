@@ -327,7 +327,8 @@ class ExchangeConfig:
     sparse_gradients: SparseName = option("auto", BETWEEN_REPLICAS, NOT_WITH_SERVERS)
     """Embedding gradients: gather rows, or reduce the dense table; auto picks whichever moves fewer bytes."""
     gradient_groups: int = option(0, "[0, inf)", BETWEEN_REPLICAS, NOT_ON_STRATEGIES)
-    """Number of groups in which gradients are sent; 0: each as soon as it is computed."""
+    """Number of groups in which gradients are sent; 0: each as soon as it is computed, up to 256 KB with its
+    neighbours."""
     predivide: float = option(1.0, "(0, inf)", BETWEEN_REPLICAS, NOT_ON_STRATEGIES)
     """Divide gradients by this before the sum, and by the rest after it."""
 

@@ -62,8 +62,8 @@ class WeightedReducer:
             own = _times(sums, _ratio(expected, totals[weight_at]))
             reduced = self._reducer.reduce(own, paths, role=role)
             return reduced, self._collectives.all_reduce(totals, name=f"{role}/{TOTALS}")
-        *gradients, totals = self._reducer.reduce(
-            [*sums, after(totals, sums)], [*paths, TOTALS], role=role, exact=[TOTALS]
+        totals, *gradients = self._reducer.reduce(
+            [after(totals, sums), *sums], [TOTALS, *paths], role=role, exact=[TOTALS]
         )
         # Dividing here would be one more pass over all gradients: where it can be, it was done to the loss.
         if not uniform:

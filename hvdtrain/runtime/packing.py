@@ -13,9 +13,21 @@ def pack(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
 
 def unpack(flat: tf.Tensor, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Return tensors with the shapes of those in `like` from the elements of a vector, which may hold more."""
-    sizes = [tf.size(tensor) for tensor in like]
-    *parts, _ = tf.split(flat, [*sizes, tf.size(flat) - tf.add_n(sizes)], num=len(like) + 1)
-    return [tf.ensure_shape(tf.reshape(p, tf.shape(t)), t.shape) for p, t in zip(parts, like, strict=True)]
+    sizes = [_elements(tensor) for tensor in like]
+    *parts, _ = tf.split(flat, [*sizes, _elements(flat) - sum(sizes)], num=len(like) + 1)
+    return [_shaped(part, tensor) for part, tensor in zip(parts, like, strict=True)]
+
+
+def _elements(tensor: tf.Tensor) -> Any:
+    """Return how many elements a tensor has: a number, or a tensor where only a run tells."""
+    count = tensor.shape.num_elements()
+    return tf.size(tensor) if count is None else count
+
+
+def _shaped(part: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
+    if like.shape.is_fully_defined():
+        return tf.reshape(part, like.shape)
+    return tf.ensure_shape(tf.reshape(part, tf.shape(like)), like.shape)
 
 
 def buffers(tensors: Sequence[Any], most: int) -> list[list[int]]:

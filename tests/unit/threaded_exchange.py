@@ -39,11 +39,10 @@ class Meeting:
 class Replica:
     """An exchange that adds in the tensors' own precision, as Horovod does."""
 
-    def __init__(self, meeting, index, fuses=True):
+    def __init__(self, meeting, index):
         self._meeting = meeting
         self.index = index
         self.size = meeting.size
-        self.fuses = fuses
         self.by_host = None
 
     def _sum(self, what, tensors, prescale, postscale):
@@ -105,12 +104,12 @@ def outcomes_on(size, body):
     return outcomes
 
 
-def reduce_on(size, gradients, paths, role="gradient", exact=(), fuses=True, **options):
+def reduce_on(size, gradients, paths, role="gradient", exact=(), **options):
     """Reduce `gradients(rank)` on every replica; return rank 0's result and what was sent."""
     meeting = Meeting(size)
 
     def body(rank):
-        reducer = GradientReducer(Replica(meeting, rank, fuses), reduction_options(**options))
+        reducer = GradientReducer(Replica(meeting, rank), reduction_options(**options))
         return reducer.reduce(gradients(rank), paths, role=role, exact=exact)
 
     outcomes = outcomes_on(size, body)

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError
-from hvdtrain.gradients.reduction import reduction_options
+from hvdtrain.gradients.reduction import GradientReducer, reduction_options
 from hvdtrain.runtime.packing import pack, unpack
 from tests.unit.threaded_exchange import reduce_on
 
@@ -42,12 +42,68 @@ def test_every_gradient_is_reduced_once_whatever_leaves_together(size, op, group
     expect_five(reduced, total if op == "sum" else total / size)
     names = [what[1] for what in log]
     assert len(set(names)) == len(names), "two messages share a name"
-    assert sum(what[2] if what[0] == "group" else 1 for what in log) == 4
+    assert sum(gradients_in(what) for what in log) == 4
 
 
-def test_without_groups_each_leaves_under_its_own_path():
-    _, log = reduce_on(2, five, PATHS, op="sum", role="first")
-    assert [what[:2] for what in log] == [("sum", f"first/{path}") for path in "abde"]
+def gradients_in(sent):
+    """Return how many gradients one entry of a log has."""
+    kind, name, *more = sent
+    return more[0] if kind == "group" else 1 + sum(int(number) for number in re.findall(r" and (\d+) more", name))
+
+
+def test_small_gradients_of_one_dtype_share_a_tensor():
+    reduced, log = reduce_on(2, five, PATHS, op="sum", role="first")
+    expect_five(reduced, 3)
+    # The backward pass comes to the last layer first, and a name tells of which they are.
+    assert [what[:2] for what in log] == [("sum", "first/e and 2 more"), ("sum", "first/d")]
+
+
+@pytest.mark.parametrize(
+    ("small", "packed", "names"),
+    [
+        (11, 24, ["e and 1 more", "b", "d"]),  # b is too large to be packed
+        (12, 24, ["e and 2 more", "d"]),
+        (12, 16, ["e and 1 more", "a", "d"]),
+        (7, 24, ["a", "b", "d", "e"]),
+    ],
+)
+def test_packs_have_limits(monkeypatch, small, packed, names):
+    monkeypatch.setattr("hvdtrain.gradients.reduction.SMALL_BYTES", small)
+    monkeypatch.setattr("hvdtrain.gradients.reduction.PACKED_BYTES", packed)
+    reduced, log = reduce_on(2, five, PATHS, op="sum")
+    expect_five(reduced, 3)
+    assert [what[1].removeprefix("gradient/") for what in log] == names
+
+
+def test_gradients_whose_size_only_a_run_tells_leave_alone():
+    reduced = tf.function(lambda *given: reduce_alone(given), autograph=False)
+    unknown = [tf.TensorSpec([None]), tf.TensorSpec([2]), tf.TensorSpec([])]
+    results = reduced.get_concrete_function(*unknown)(tf.ones([4]), tf.ones([2]), tf.ones([]))
+    assert [tuple(result.shape) for result in results] == [(4,), (2,), ()]
+
+
+def reduce_alone(gradients):
+    """Reduce gradients whose sums are known: of two replicas with the same ones."""
+
+    class Doubled:
+        size, index, by_host = 2, 0, None
+
+        def __init__(self):
+            self.names = []
+
+        def all_reduce(self, tensor, *, name, op="sum", prescale=1.0, postscale=1.0):
+            self.names.append(name)
+            return 2.0 * tensor
+
+    exchange = Doubled()
+    results = GradientReducer(exchange, reduction_options("sum")).reduce(list(gradients), ["a", "b", "c"])
+    assert exchange.names == ["gradient/c and 1 more", "gradient/a"]
+    return results
+
+
+def test_adasum_combines_each_gradient_by_itself():
+    _, log = reduce_on(2, five, PATHS, op="adasum")
+    assert [what[:2] for what in log] == [("adasum", f"gradient/{path}") for path in "abde"]
 
 
 @pytest.mark.parametrize(
@@ -64,15 +120,6 @@ def test_without_groups_each_leaves_under_its_own_path():
 def test_groups_leave_whole(groups, sizes):
     _, log = reduce_on(2, five, PATHS, groups=groups)
     assert Counter(what[2] for what in log if what[0] == "group") == Counter(sizes)
-
-
-def test_where_nothing_is_fused_small_gradients_fill_a_message_in_their_order(monkeypatch):
-    monkeypatch.setattr("hvdtrain.gradients.reduction.BUFFER_BYTES", 24)
-    reduced, log = reduce_on(2, five, PATHS, op="sum", fuses=False)
-    expect_five(reduced, 3)
-    assert [what[2] for what in log] == [2, 1, 1]
-    named = reduce_on(2, five, PATHS, groups=1, fuses=False)[1]
-    assert [what[2] for what in named] == [3, 1]
 
 
 @pytest.mark.parametrize("compiled", [False, True])
