@@ -70,6 +70,10 @@ class Collectives(Protocol):
         """This replica's index; outside of `Backend.run` that of the process's first replica."""
 
     @property
+    def sends(self) -> bool:
+        """Whether tensors go to other replicas, or to those that an elastic job adds."""
+
+    @property
     def by_host(self) -> HostSum | None:
         """Two-level reduction of large tensors; None if all replicas communicate directly."""
 

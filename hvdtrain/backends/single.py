@@ -17,6 +17,7 @@ class NoOpCollectives:
     local_size = 1
     primary = True
     axes: Mapping[str, int] = {}
+    sends = False
     by_host = None
     remarks: Sequence[str] = ()
 

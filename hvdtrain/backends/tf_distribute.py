@@ -27,6 +27,7 @@ class StrategyBackend:
     )
     roles: Mapping[str, int] = {}
     axes: Mapping[str, int] = {}
+    sends = True
     by_host = None
     remarks: Sequence[str] = ()
 

@@ -27,7 +27,8 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         inner_optimizer: applies the reduced gradients; a LossScaleOptimizer is given them scaled still.
         op: `average`, `sum` or `adasum` (MPI only), or one of Horovod's constants.
         compression: `none`, `fp16` or `bf16` on the wire, or one of Horovod's compressors.
-        groups: number of groups of gradients that leave together; 0: each leaves as soon as it is computed.
+        groups: number of groups of gradients that leave together; 0: each leaves as soon as it is computed,
+            small ones together.
         sparse_as_dense: see `DistributedGradientTape`.
         gradient_predivide_factor: divide by it before the sum, and by size / factor after.
         clip_norm: bound on the L2 norm of the whole reduced gradient.

@@ -1,6 +1,7 @@
 """The exchange of gradients: the one piece behind the tape, the training step and whatever accumulates."""
 
 import math
+import zlib
 from collections.abc import Collection, Sequence
 from itertools import pairwise
 from typing import Any, TypeAlias, cast
@@ -14,6 +15,7 @@ from hvdtrain.config.training import CompressionName, ExchangeConfig, ReduceOpNa
 from hvdtrain.gradients.compression import WireFormat, compressed_sums, is_compressible
 from hvdtrain.gradients.sparse import as_rows, gather_rows, gathering_is_cheaper, is_small, sum_duplicates
 from hvdtrain.runtime.packing import buffers, pack, unpack
+from hvdtrain.runtime.tuning import BUFFER_BYTES
 
 SMALL_BYTES = 2**18
 PACKED_BYTES = 2**20
@@ -38,7 +40,7 @@ class ReductionOptions(ExchangeConfig):
     """
 
     named_groups: tuple[tuple[str, ...], ...] = ()
-    """Paths of the variables of each group; what is in none of them leaves by itself."""
+    """Paths of the variables of each group; what is in none of them leaves as without groups."""
 
     def __post_init__(self) -> None:
         validate(self)
@@ -152,18 +154,20 @@ class GradientReducer:
         alone = _others(dense, groups)
         packs = self._packs(gradients, alone)
         for places in packs:
-            name = f"{role}/{paths[places[0]]} and {len(places) - 1} more"
+            name = _pack_name([paths[i] for i in places])
             members = [gradients[i] for i in places]
-            _replace(gradients, places, unpack(self._reduce_dense(pack(members), name), members))
+            _replace(gradients, places, unpack(self._reduce_dense(pack(members), f"{role}/{name}"), members))
         for i in _others(alone, packs):
             gradients[i] = self._reduce_dense(gradients[i], f"{role}/{paths[i]}")
 
     def _packs(self, gradients: Sequence[Any], dense: Sequence[int]) -> list[Sequence[int]]:
         """Return the places of small ones that share a tensor; those that the backward pass comes to first, first."""
-        if self._exchange.size == 1 or self._options.reduce_op == "adasum":
+        if not self._exchange.sends or self._options.reduce_op == "adasum":
             return []
-        small = [i for i in reversed(dense) if _bytes(gradients[i]) <= SMALL_BYTES]
-        packs = (_buffers(gradients, members, PACKED_BYTES) for members in _by_dtype(gradients, small).values())
+        # By host, each tensor is summed three times.
+        most, full = (SMALL_BYTES, PACKED_BYTES) if self._exchange.by_host is None else (BUFFER_BYTES, BUFFER_BYTES)
+        small = [i for i in reversed(dense) if _bytes(gradients[i]) <= most]
+        packs = (_buffers(gradients, members, full) for members in _by_dtype(gradients, small).values())
         return [places for several in packs for places in several if len(places) > 1]
 
     def _reduce_compressed(self, gradients: list[Any], dense: Sequence[int], paths: Sequence[str], role: str) -> None:
@@ -224,7 +228,7 @@ class GradientReducer:
     def _prepared(self, gradient: Gradient) -> Gradient:
         """Make sparse gradients dense where that is decided beforehand; of the others send no row twice."""
         if not isinstance(gradient, tf.IndexedSlices):
-            return gradient
+            return None if gradient is None else tf.convert_to_tensor(gradient)
         choice = self._options.sparse_gradients
         dense = is_small(gradient) if choice == "auto" else choice == "dense"
         if self._options.reduce_op == "adasum" and not dense:
@@ -264,6 +268,11 @@ def _tensors_of(slices: tf.IndexedSlices) -> tuple[tf.Tensor, tf.Tensor]:
 def _replace(gradients: list[Any], places: Sequence[int], results: Sequence[Any]) -> None:
     for i, result in zip(places, results, strict=True):
         gradients[i] = result
+
+
+def _pack_name(paths: Sequence[str]) -> str:
+    """Return the name of a pack, which is another one where a replica has other gradients: they must not be added."""
+    return f"{paths[0]} and {len(paths) - 1} more/{zlib.crc32(repr(list(paths)).encode()):08x}"
 
 
 def _bytes(tensor: tf.Tensor) -> float:

@@ -161,8 +161,8 @@ class DistributedGradientTape(ReducingTape):
         op: `average`, `sum`, `adasum` (MPI only), `min`, `max` or `product`, or one of Horovod's constants.
         gradient_predivide_factor: with `average`, divide by it before the sum and by size / factor after.
         num_groups: deprecated form of `groups`.
-        groups: 0 or None sends every gradient as soon as it is computed; n sends n groups; lists of variables name the
-            groups.
+        groups: 0 or None sends every gradient as soon as it is computed, small ones together; n sends n groups; lists
+            of variables name the groups.
         process_set: some of the ranks, as a process set of Horovod's; others keep their own gradients.
         scale_local_gradients: divide the gradients of local sources by the number of ranks.
         persistent: see `tf.GradientTape`; of a new tape.

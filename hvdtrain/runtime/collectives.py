@@ -84,6 +84,7 @@ class AxisCollectives:
         self.group = group
         self.size = len(group.ranks)
         self.index = group.index
+        self.sends = group.process_set is not None
         if group.process_set is not None:
             prepare_turn(group.process_set)
         self.by_host = None if group.by_host is None else TwoLevelSum(group.by_host)

@@ -43,6 +43,7 @@ class Replica:
         self._meeting = meeting
         self.index = index
         self.size = meeting.size
+        self.sends = meeting.size > 1
         self.by_host = None
 
     def _sum(self, what, tensors, prescale, postscale):

@@ -239,7 +239,7 @@ def test_numbers_of_each_sample_beside_a_sequence_stay_whole():
 class Unused:
     """The exchange of one of two ranks, for what is refused before anything is exchanged."""
 
-    size, index, by_host = SIZE, 1, None
+    size, index, sends, by_host = SIZE, 1, True, None
 
     def all_gather(self, tensor, *, name):
         return tf.concat([tensor, tensor], 0)

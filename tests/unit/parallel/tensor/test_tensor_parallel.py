@@ -395,7 +395,7 @@ def test_a_split_layer_is_the_whole_one(name, way):
 class Unused:
     """The exchange of one of two ranks, for what is refused before anything is exchanged."""
 
-    size, index, by_host = 2, 1, None
+    size, index, sends, by_host = 2, 1, True, None
 
     def all_reduce(self, tensor, *, name):
         return tf.identity(tensor)
