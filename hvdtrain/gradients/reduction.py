@@ -1,6 +1,5 @@
 """The exchange of gradients: the one piece behind the tape, the training step and whatever accumulates."""
 
-import math
 import zlib
 from collections.abc import Collection, Sequence
 from itertools import pairwise
@@ -13,7 +12,7 @@ from hvdtrain.config.errors import ConfigError, in_script, opt
 from hvdtrain.config.options import section, validate
 from hvdtrain.config.training import CompressionName, ExchangeConfig, ReduceOpName, SparseName
 from hvdtrain.gradients.compression import WireFormat, compressed_sums, is_compressible
-from hvdtrain.gradients.sparse import as_rows, gather_rows, gathering_is_cheaper, is_small, sum_duplicates
+from hvdtrain.gradients.sparse import as_rows, gather_rows, gathering_is_cheaper, is_small, sum_duplicates, table_bytes
 from hvdtrain.runtime.packing import buffers, pack, unpack
 from hvdtrain.runtime.tuning import BUFFER_BYTES
 
@@ -164,9 +163,10 @@ class GradientReducer:
         """Return the places of small ones that share a tensor; those that the backward pass comes to first, first."""
         if not self._exchange.sends or self._options.reduce_op == "adasum":
             return []
-        # By host, each tensor is summed three times.
+        # By host, each tensor takes three exchanges.
         most, full = (SMALL_BYTES, PACKED_BYTES) if self._exchange.by_host is None else (BUFFER_BYTES, BUFFER_BYTES)
-        small = [i for i in reversed(dense) if _bytes(gradients[i]) <= most]
+        sizes = {i: table_bytes(gradients[i]) for i in reversed(dense)}
+        small = [i for i, size in sizes.items() if size is not None and size <= most]
         packs = (_buffers(gradients, members, full) for members in _by_dtype(gradients, small).values())
         return [places for several in packs for places in several if len(places) > 1]
 
@@ -273,12 +273,6 @@ def _replace(gradients: list[Any], places: Sequence[int], results: Sequence[Any]
 def _pack_name(paths: Sequence[str]) -> str:
     """Return the name of a pack, which is another one where a replica has other gradients: they must not be added."""
     return f"{paths[0]} and {len(paths) - 1} more/{zlib.crc32(repr(list(paths)).encode()):08x}"
-
-
-def _bytes(tensor: tf.Tensor) -> float:
-    """Return the bytes of a tensor; infinity where they are not known."""
-    elements = tensor.shape.num_elements()
-    return math.inf if elements is None else elements * tensor.dtype.size
 
 
 def _by_dtype(gradients: Sequence[tf.Tensor], places: Sequence[int]) -> dict[tf.DType, list[int]]:

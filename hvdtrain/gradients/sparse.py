@@ -29,8 +29,8 @@ def is_small(slices: tf.IndexedSlices) -> bool:
     return size is not None and size <= SMALL_TABLE_BYTES
 
 
-def table_bytes(slices: tf.IndexedSlices) -> int | None:
-    """Return the bytes of the whole table, the same on every replica; None where its shape is not static."""
+def table_bytes(slices: tf.IndexedSlices | tf.Tensor) -> int | None:
+    """Return the bytes of a whole table or tensor, the same on every replica; None where its shape is not static."""
     count = slices.shape.num_elements()
     return None if count is None else int(count) * int(slices.dtype.size)
 

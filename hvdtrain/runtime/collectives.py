@@ -209,9 +209,8 @@ class AxisCollectives:
             whole = values[0] if len(values) == 1 else pack(values)
             more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
             came = self.broadcast_value(whole, root=root, name=f"broadcast/{paths[0]}{more}")
-            parts = [came] if len(values) == 1 else tf.split(came, [each.shape.num_elements() for each in values])
-            for variable, value, part in zip(variables, values, parts, strict=True):
-                variable.assign(part if len(values) == 1 else tf.reshape(part, value.shape))
+            for variable, part in zip(variables, [came] if len(values) == 1 else unpack(came, values), strict=True):
+                variable.assign(part)
 
     def broadcast_value(self, tensor: tf.Tensor, *, root: int, name: str) -> tf.Tensor:
         """Return the tensor that rank `root` of the group gave; shape and dtype must agree on all of them."""
