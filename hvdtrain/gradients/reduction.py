@@ -12,7 +12,7 @@ from hvdtrain.config.errors import ConfigError, in_script, opt
 from hvdtrain.config.options import section, validate
 from hvdtrain.config.training import CompressionName, ExchangeConfig, ReduceOpName, SparseName
 from hvdtrain.gradients.compression import WireFormat, compressed_sums, is_compressible
-from hvdtrain.gradients.sparse import as_rows, gather_rows, gathering_is_cheaper, is_small, sum_duplicates, table_bytes
+from hvdtrain.gradients.sparse import JoinedRows, as_rows, is_small, table_bytes
 from hvdtrain.runtime.packing import buffers, pack, unpack
 from hvdtrain.runtime.tuning import BUFFER_BYTES
 
@@ -135,7 +135,7 @@ class GradientReducer:
         """
         reduced = [self._prepared(gradient) for gradient in gradients]
         sparse = [i for i, gradient in enumerate(reduced) if isinstance(gradient, tf.IndexedSlices)]
-        self._reduce_sparse(reduced, sparse, [f"{role}/{path}" for path in paths], f"{role}//rows")
+        self._reduce_sparse(reduced, sparse, paths, role)
         dense = [i for i, gradient in enumerate(reduced) if gradient is not None and i not in sparse]
         compressed = [i for i in dense if paths[i] not in exact and self._is_compressed(reduced[i].dtype)]
         self._reduce_compressed(reduced, compressed, paths, role)
@@ -226,43 +226,57 @@ class GradientReducer:
             _replace(gradients, members, results)
 
     def _prepared(self, gradient: Gradient) -> Gradient:
-        """Make sparse gradients dense where that is decided beforehand; of the others send no row twice."""
+        """Make sparse gradients dense where that is decided beforehand."""
         if not isinstance(gradient, tf.IndexedSlices):
             return None if gradient is None else tf.convert_to_tensor(gradient)
         choice = self._options.sparse_gradients
         dense = is_small(gradient) if choice == "auto" else choice == "dense"
         if self._options.reduce_op == "adasum" and not dense:
             raise ConfigError("Adasum is not defined on sparse gradients: use sparse_as_dense=True.")
-        return tf.convert_to_tensor(gradient) if dense else sum_duplicates(gradient)
+        return tf.convert_to_tensor(gradient) if dense else gradient
 
-    def _reduce_sparse(self, gradients: list[Any], sparse: Sequence[int], names: Sequence[str], rows: str) -> None:
-        """Replace the sparse ones among `gradients`."""
-        if not sparse:
-            return
-        slices = [gradients[i] for i in sparse]
-        if self._options.sparse_gradients == "auto":
-            gather: Sequence[Any] = gathering_is_cheaper(slices, self._exchange, rows)
-        else:
-            gather = [True] * len(slices)
-        for i, cheaper in zip(sparse, gather, strict=True):
-            gradients[i] = self._reduce_table(gradients[i], names[i], cheaper)
+    def _reduce_sparse(self, gradients: list[Any], sparse: Sequence[int], paths: Sequence[str], role: str) -> None:
+        """Replace the sparse ones among `gradients`, of which those with rows of one kind are gathered together."""
+        kinds = _by_kind(gradients, sparse)
+        joined = [JoinedRows([gradients[i] for i in places]) for places in kinds]
+        chosen: Sequence[tf.Tensor | None] = [None] * len(kinds)
+        if sparse and self._options.sparse_gradients == "auto":
+            # How many rows the others touched is not known: one small message tells for all tables.
+            counts = self._exchange.all_reduce(tf.concat([each.counts() for each in joined], 0), name=f"{role}//rows")
+            parts = tf.split(counts, [len(each) for each in joined])
+            chosen = [each.gathering_is_cheaper(part) for each, part in zip(joined, parts, strict=True)]
+        for places, rows, cheaper in zip(kinds, joined, chosen, strict=True):
+            own = [paths[i] for i in places]
+            gathered = self._gather(rows, f"{role}/{_pack_name(own)}", cheaper)
+            if cheaper is not None:
+                names = [f"{role}/{path}/dense" for path in own]
+                gathered = self._reduce_others([gradients[i] for i in places], names, gathered, cheaper)
+            _replace(gradients, places, gathered)
 
-    def _reduce_table(self, slices: tf.IndexedSlices, name: str, gather: bool | tf.Tensor) -> tf.IndexedSlices:
-        def gathered() -> tf.IndexedSlices:
-            factor = 1.0 / self._exchange.size if self._options.reduce_op == "average" else 1.0
-            return scaled(gather_rows(slices, self._exchange, name), factor)
+    def _gather(self, rows: JoinedRows, name: str, chosen: tf.Tensor | None) -> list[tf.IndexedSlices]:
+        """Return the rows of the chosen tables that all replicas touched; all tables if None."""
+        factor = 1.0 / self._exchange.size if self._options.reduce_op == "average" else 1.0
+        if chosen is None:
+            return rows.gather(self._exchange, name, factor=factor)
+        return tf.cond(
+            tf.reduce_any(chosen),
+            lambda: rows.gather(self._exchange, name, factor=factor, chosen=chosen),
+            rows.none,
+        )
 
-        def reduced() -> tf.IndexedSlices:
-            return as_rows(self._reduce_dense(tf.convert_to_tensor(slices), f"{name}/dense"), slices)
+    def _reduce_others(
+        self, tables: Sequence[tf.IndexedSlices], names: Sequence[str], gathered: Sequence[Any], chosen: tf.Tensor
+    ) -> list[tf.IndexedSlices]:
+        """Reduce the tables that are not `chosen`; return them among those that are gathered."""
 
-        if not tf.is_tensor(gather):
-            return gathered()
-        parts = tf.cond(gather, lambda: _tensors_of(gathered()), lambda: _tensors_of(reduced()))
-        return tf.IndexedSlices(*parts, slices.dense_shape)
+        def reduced(table: tf.IndexedSlices, name: str) -> tf.IndexedSlices:
+            return as_rows(self._reduce_dense(tf.convert_to_tensor(table), name), table)
 
-
-def _tensors_of(slices: tf.IndexedSlices) -> tuple[tf.Tensor, tf.Tensor]:
-    return slices.values, slices.indices
+        flags = tf.unstack(chosen, num=len(tables))
+        return [
+            tf.cond(flag, lambda rows=rows: rows, lambda table=table, name=name: reduced(table, name))
+            for flag, rows, table, name in zip(flags, gathered, tables, names, strict=True)
+        ]
 
 
 def _replace(gradients: list[Any], places: Sequence[int], results: Sequence[Any]) -> None:
@@ -272,6 +286,8 @@ def _replace(gradients: list[Any], places: Sequence[int], results: Sequence[Any]
 
 def _pack_name(paths: Sequence[str]) -> str:
     """Return the name of a pack, which is another one where a replica has other gradients: they must not be added."""
+    if len(paths) == 1:
+        return paths[0]
     return f"{paths[0]} and {len(paths) - 1} more/{zlib.crc32(repr(list(paths)).encode()):08x}"
 
 
@@ -279,6 +295,17 @@ def _by_dtype(gradients: Sequence[tf.Tensor], places: Sequence[int]) -> dict[tf.
     """Return the places of each dtype's gradients; one message holds one dtype."""
     dtypes = dict.fromkeys(gradients[i].dtype for i in places)
     return {dtype: [i for i in places if gradients[i].dtype == dtype] for dtype in dtypes}
+
+
+def _by_kind(gradients: Sequence[tf.IndexedSlices], places: Sequence[int]) -> list[list[int]]:
+    """Return the places of tables whose rows have one dtype and shape; one whose shape is not known is by itself."""
+    found: dict[Any, list[int]] = {}
+    for i in places:
+        values = gradients[i].values
+        shape = values.shape[1:]
+        key = (values.dtype, tuple(shape)) if shape.is_fully_defined() else i
+        found.setdefault(key, []).append(i)
+    return list(found.values())
 
 
 def _buffers(gradients: Sequence[tf.Tensor], dense: Sequence[int], most: int) -> list[Sequence[int]]:

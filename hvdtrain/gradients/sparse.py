@@ -35,21 +35,79 @@ def table_bytes(slices: tf.IndexedSlices | tf.Tensor) -> int | None:
     return None if count is None else int(count) * int(slices.dtype.size)
 
 
-def gathering_is_cheaper(slices: Sequence[tf.IndexedSlices], exchange: Collectives, name: str) -> list[tf.Tensor]:
-    """Return for each table whether gathering rows moves fewer bytes than reducing it; the same on all replicas.
+class JoinedRows:
+    """The rows of several tables of one dtype and row shape in one tensor, each row once.
 
-    Of n replicas each receives (n - 1) / n of all rows with their indices when they are gathered, and twice
-    (n - 1) / n of the table when it is reduced in a ring (Patarasuk and Yuan 2009). How many rows the others touched
-    is not known: their number is added up over the replicas, in one small message for all tables.
+    An exchange of each table by itself would take as many messages, whose rows are few.
     """
-    counts = tf.stack([tf.cast(tf.size(s.indices), tf.float32) for s in slices])
-    rows = tf.unstack(exchange.all_reduce(counts, name=name), num=len(slices))
-    return [rows[i] * _row_bytes(s) < 2.0 * _whole_bytes(s) for i, s in enumerate(slices)]
+
+    def __init__(self, tables: Sequence[tf.IndexedSlices]) -> None:
+        self._tables = tables
+        numbers = [tf.cast(s.indices, tf.int64) + (_SPAN * i + _SPAN // 2) for i, s in enumerate(tables)]
+        self._rows = sum_duplicates(tf.IndexedSlices(tf.concat([s.values for s in tables], 0), tf.concat(numbers, 0)))
+
+    def __len__(self) -> int:
+        return len(self._tables)
+
+    def counts(self) -> tf.Tensor:
+        """Return how many rows of each table this replica touched, float32 [tables]."""
+        tables = _table_of(self._rows)
+        return tf.math.unsorted_segment_sum(tf.ones_like(tables, tf.float32), tables, len(self))
+
+    def gathering_is_cheaper(self, counts: tf.Tensor) -> tf.Tensor:
+        """Return for each table whether gathering rows moves fewer bytes than reducing it, bool [tables].
+
+        Of n replicas each receives (n - 1) / n of all rows with their numbers when they are gathered, and twice
+        (n - 1) / n of the table when it is reduced in a ring (Patarasuk and Yuan 2009).
+
+        Args:
+            counts: how many rows of each table all replicas touched, added up; the same on all of them.
+        """
+        values = self._rows.values
+        row_bytes = tf.cast(tf.reduce_prod(tf.shape(values)[1:]), tf.float32) * float(values.dtype.size)
+        whole_bytes = tf.stack([_whole_bytes(each) for each in self._tables])
+        return counts * (row_bytes + float(tf.int64.size)) < 2.0 * whole_bytes
+
+    def gather(
+        self, exchange: Collectives, name: str, *, factor: float = 1.0, chosen: tf.Tensor | None = None
+    ) -> list[tf.IndexedSlices]:
+        """Return for each table the rows that all replicas touched, those of one index added up. Collective.
+
+        Args:
+            exchange: the replicas.
+            name: tells this exchange from every other.
+            factor: multiplies the sums.
+            chosen: the tables, bool [tables], whose rows are sent; all if None. The others have no rows.
+        """
+        values, numbers = self._rows.values, self._rows.indices
+        if chosen is not None:
+            sent = tf.gather(chosen, _table_of(self._rows))
+            values, numbers = tf.boolean_mask(values, sent), tf.boolean_mask(numbers, sent)
+        values = exchange.all_gather(values, name=f"{name}/values")
+        numbers = exchange.all_gather(numbers, name=f"{name}/indices")
+        return self._by_table(sum_duplicates(tf.IndexedSlices(values * tf.cast(factor, values.dtype), numbers)))
+
+    def none(self) -> list[tf.IndexedSlices]:
+        """Return no row of each table."""
+        return [tf.IndexedSlices(s.values[:0], s.indices[:0], s.dense_shape) for s in self._tables]
+
+    def _by_table(self, rows: tf.IndexedSlices) -> list[tf.IndexedSlices]:
+        tables = _table_of(rows)
+        values = tf.dynamic_partition(rows.values, tables, len(self))
+        numbers = tf.dynamic_partition(rows.indices % _SPAN - _SPAN // 2, tables, len(self))
+        return [
+            tf.IndexedSlices(values[i], tf.cast(numbers[i], s.indices.dtype), s.dense_shape)
+            for i, s in enumerate(self._tables)
+        ]
 
 
-def _row_bytes(slices: tf.IndexedSlices) -> Any:
-    elements = tf.cast(tf.reduce_prod(tf.shape(slices.values)[1:]), tf.float32)
-    return elements * float(slices.values.dtype.size) + float(slices.indices.dtype.size)
+_SPAN = 2**40
+"""Row k of table i is number i * _SPAN + _SPAN / 2 + k among joined rows: numbers out of a table, which optimizers on
+a GPU pass over, stay out of it."""
+
+
+def _table_of(rows: tf.IndexedSlices) -> tf.Tensor:
+    return tf.cast(rows.indices // _SPAN, tf.int32)
 
 
 def _whole_bytes(slices: tf.IndexedSlices) -> Any:
@@ -61,9 +119,7 @@ def _whole_bytes(slices: tf.IndexedSlices) -> Any:
 
 def gather_rows(slices: tf.IndexedSlices, exchange: Collectives, name: str) -> tf.IndexedSlices:
     """Return the rows that all replicas touched, those of one index added up."""
-    values = exchange.all_gather(slices.values, name=f"{name}/values")
-    indices = exchange.all_gather(slices.indices, name=f"{name}/indices")
-    return sum_duplicates(tf.IndexedSlices(values, indices, slices.dense_shape))
+    return JoinedRows([slices]).gather(exchange, name)[0]
 
 
 def as_rows(table: tf.Tensor, like: tf.IndexedSlices) -> tf.IndexedSlices:

@@ -68,6 +68,36 @@ def check_a_large_table_with_most_rows_touched(world: World) -> None:
     assert large_table(world, rows=600, touched=600) <= 1e-9
 
 
+@worlds("mpirun-2", "gloo-4")
+@worlds("gloo-1", "gloo-2", "mirrored", "multi_worker_mirrored", extended=True)
+def check_tables_of_which_some_travel_as_rows(world: World) -> None:
+    """Of one row shape are two whose rows are gathered and one that is reduced; of another shape is one more."""
+    tables = {"many": (5000, 16, 40), "few": (4000, 16, 7), "all": (600, 16, 600), "wide": (3000, 24, 90)}
+    rng = np.random.default_rng(7)
+    x = {name: rng.integers(0, touched, (SAMPLES, 5)).astype("int32") for name, (_, _, touched) in tables.items()}
+    y = rng.integers(0, 3, SAMPLES)
+
+    def build(seed: int) -> keras.Model:
+        keras.utils.set_random_seed(seed)
+        inputs = {name: keras.Input((5,), dtype="int32", name=name) for name in tables}
+        found = [
+            keras.layers.Embedding(rows, width, dtype="float64", name=f"{name}_table")(inputs[name])
+            for name, (rows, width, _) in tables.items()
+        ]
+        joined = keras.layers.Concatenate(dtype="float64")(found)
+        return keras.Model(inputs, keras.layers.Dense(3, dtype="float64")(keras.ops.mean(joined, 1)))
+
+    trainer = hvdtrain.Trainer(
+        lambda: build(world.rank), lambda: keras.optimizers.Adam(0.01), CROSS_ENTROPY, backend=world.backend
+    )
+    trainer.fit((x, y), batch=16, epochs=2, shuffle=False, verbose=False)
+    assert world.same_everywhere(flat_bytes(trainer.model.get_weights()))
+    batches = [({n: rows[i : i + 16] for n, rows in x.items()}, y[i : i + 16]) for i in range(0, SAMPLES, 16)] * 2
+    expected = plain_training(build(0), keras.optimizers.Adam(0.01), per_sample, batches)
+    error = relative_error(trainer.model.get_weights(), expected)
+    assert error <= 1e-9, f"{error:.2e}"
+
+
 def own_loop(world: World, *, compiled: bool, sparse: bool) -> None:
     """Each rank adds three microbatches of different sizes, then a group that is not complete."""
     build, data = MODELS["embedding" if sparse else "dense"]

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.gradients.reduction import GradientReducer, reduction_options
+from hvdtrain.gradients.sparse import JoinedRows
 from hvdtrain.runtime.packing import pack, unpack
 from tests.unit.threaded_exchange import Meeting, Replica, outcomes_on, reduce_on
 
@@ -59,7 +60,7 @@ def test_small_gradients_of_one_dtype_share_a_tensor():
 
 
 def without_checksum(name):
-    return re.sub(r"( more)/[0-9a-f]{8}$", r"\1", name)
+    return re.sub(r"( more)/[0-9a-f]{8}\b", r"\1", name)
 
 
 def test_packs_of_other_variables_have_another_name():
@@ -336,6 +337,87 @@ def test_tables_travel_as_what_is_smaller(rows, touched, sent):
     total = tf.convert_to_tensor(reduced[0]).numpy()
     np.testing.assert_array_equal(total[:touched], 2)
     np.testing.assert_array_equal(total[touched:], 0)
+
+
+def tables(rank, dtype=tf.float32):
+    """Two tables of one row shape, a third of another, a vector's, and one of whose rows a replica has none."""
+
+    def of(indices, whole, first):
+        shape = [len(indices), *whole[1:]]
+        values = tf.reshape(tf.range(float(np.prod(shape))), shape) + first
+        return tf.IndexedSlices(tf.cast(values, dtype), tf.constant(indices, tf.int64), tf.constant(whole))
+
+    return [
+        of([[3, 1, 3], [1, 0]][rank], [90_000, 2], 1.0),
+        of([[5], [4, 5]][rank], [80_000, 3], 2.0),
+        of([[1, 1], [2, 3, 4]][rank], [100_000, 2], 3.0),
+        of([[7, 8], [8, 9]][rank], [70_000], 4.0),
+        of([[], [6]][rank], [60_000, 2], 5.0),
+    ]
+
+
+NAMES = ["a", "b", "c", "d", "e"]
+
+
+@pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16, tf.float32, tf.float64])
+@pytest.mark.parametrize("sparse_as_dense", [None, False])
+def test_rows_of_one_shape_travel_together(dtype, sparse_as_dense):
+    reduced, log = reduce_on(2, lambda rank: tables(rank, dtype), NAMES, op="average", sparse_as_dense=sparse_as_dense)
+    counted = {"gradient//rows"} if sparse_as_dense is None else set()
+    assert {without_checksum(what[1]) for what in log} == counted | {
+        f"gradient/{name}/{part}" for name in ("a and 2 more", "b", "d") for part in ("indices", "values")
+    }
+    for place, mine in enumerate(reduced):
+        like = tables(0, dtype)[place]
+        assert (mine.dtype, mine.indices.dtype, mine.dense_shape.numpy().tolist()) == (
+            dtype,
+            tf.int64,
+            like.dense_shape.numpy().tolist(),
+        )
+        assert len(set(mine.indices.numpy())) == len(mine.indices)
+        expected = sum(np.array(tf.convert_to_tensor(tables(rank, tf.float64)[place])[:10]) for rank in range(2)) / 2
+        np.testing.assert_array_equal(tf.cast(tf.convert_to_tensor(mine)[:10], tf.float64), expected)
+
+
+def test_of_tables_of_one_shape_some_are_gathered():
+    def gradients(rank):
+        def of(rows, touched):
+            return tf.IndexedSlices(tf.fill([touched, 2], rank + 1.0), tf.range(touched), tf.constant([rows, 2]))
+
+        return [of(90_000, 5), of(90_000, 80_000), of(50_000, 7), of(60_000, 60_000)]
+
+    reduced, log = reduce_on(2, gradients, ["a", "b", "c", "d"], op="sum")
+    assert sorted({without_checksum(what[1]) for what in log}) == [
+        "gradient//rows",
+        "gradient/a and 3 more/indices",
+        "gradient/a and 3 more/values",
+        "gradient/b/dense",
+        "gradient/d/dense",
+    ]
+    for each, touched in zip(reduced, [5, 80_000, 7, 60_000], strict=True):
+        np.testing.assert_array_equal(tf.convert_to_tensor(each)[:touched], 3)
+        assert np.array(tf.convert_to_tensor(each)[touched:]).sum() == 0
+
+
+def test_a_number_out_of_a_table_stays_out_of_the_others():
+    """An embedding on a GPU passes over such rows, and so do its updates."""
+
+    tables = [
+        tf.IndexedSlices(tf.ones([2, 2]), tf.constant([index, 1]), tf.constant([9, 2])) for index in (-1, 2**31 - 1)
+    ]
+    meeting = Meeting(2)
+    first, _ = outcomes_on(2, lambda rank: JoinedRows(tables).gather(Replica(meeting, rank), "rows"))
+    assert [sorted(each.indices.numpy().tolist()) for each in first] == [[-1, 1], [1, 2**31 - 1]]
+
+
+def test_tables_that_a_replica_lacks_are_not_added_to_others():
+    """Packs of other tables have other names, for which the replicas would wait."""
+
+    def sent(paths):
+        _, log = reduce_on(1, lambda rank: [tables(0)[0] for _ in paths], paths, op="sum")
+        return {what[1] for what in log if what[1].endswith("/values")}
+
+    assert len(sent(["a", "b", "d"]) | sent(["a", "c", "d"])) == 2
 
 
 # -- Adasum --
