@@ -10,6 +10,7 @@ import tensorflow as tf
 from keras.src.backend.common import variables
 
 from hvdtrain.compat import unlike, uses_attribute
+from hvdtrain.compat.seams import ROWS
 from hvdtrain.config.errors import ConfigError
 
 # Variables
@@ -166,6 +167,24 @@ def _asker(initial_value: Any) -> tuple[Any, Any]:
         return None, None
     held = {name: cell.cell_contents for name, cell in zip(code.co_freevars, initial_value.__closure__, strict=True)}
     return (held["self"], held["initializer"]) if isinstance(held["self"], keras.Variable) else (None, None)
+
+
+@contextmanager
+def reading_rows() -> Iterator[None]:
+    """Let `tf.gather`, and so `keras.ops.take`, read rows of a Keras variable alone, as they do of a tf.Variable.
+
+    Keras' variables are read as a whole there, which TensorFlow copies in each step once rows of it were updated: 26
+    tables of 50,000 rows took half of a step. What has no tensor of its own, or another in a stateless scope, is read
+    as before. Assumes that Keras hands a variable on to `tf.gather`, which asks it for `sparse_read`.
+    """
+
+    def sparse_read(variable: Any, indices: Any, name: str | None = None) -> Any:
+        if is_stateless() or state_of(variable) is not None:
+            raise AttributeError("sparse_read")  # tf.gather reads the whole
+        return autocast(variable, tensor_of(variable).sparse_read(indices, name=name))
+
+    with ROWS.replaced(keras.Variable, sparse_read):
+        yield
 
 
 class VariableState:

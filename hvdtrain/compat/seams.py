@@ -32,7 +32,7 @@ class Seam:
         with _Dispatch.changing:
             dispatch = vars(owner).get(self.name)
             if not isinstance(dispatch, _Dispatch):
-                dispatch = _Dispatch(getattr(owner, self.name), held=self.name in vars(owner))
+                dispatch = _Dispatch(getattr(owner, self.name, None), held=self.name in vars(owner))
                 change(owner, self.name, dispatch)
             dispatch.replacements.setdefault(thread, []).append(by)
         try:
@@ -63,8 +63,9 @@ class _Dispatch:
 
     changing: ClassVar[threading.Lock] = threading.Lock()
 
-    def __init__(self, original: Callable[..., Any], *, held: bool) -> None:
+    def __init__(self, original: Callable[..., Any] | None, *, held: bool) -> None:
         self.original = original
+        """None where there is no such attribute outside of replacements."""
         self.held = held
         """Whether the object or class itself holds it, rather than its class or base."""
         self.replacements: dict[int, list[Callable[..., Any]]] = {}
@@ -75,7 +76,7 @@ class _Dispatch:
         """Whether this thread sees something else."""
         return threading.get_ident() in self.replacements
 
-    def active(self) -> Callable[..., Any]:
+    def active(self) -> Any:
         replacements = self.replacements.get(threading.get_ident())
         return replacements[-1] if replacements else self.original
 
@@ -84,7 +85,9 @@ class _Dispatch:
 
     def __get__(self, instance: Any, owner: type) -> Any:
         """Bind what is active, as a method of a class."""
-        method: Any = self.active()
+        method = self.active()
+        if method is None:
+            raise AttributeError(f"{owner.__name__} has it in other threads only")
         return method.__get__(instance, owner)
 
 
@@ -95,6 +98,7 @@ LAYER = Seam("keras.layers.Layer", "__call__", "a unit, such as a normalization,
 LAYER_CALL = Seam("a layer", "call", "a fused operation")
 LAYER_REPLICAS = Seam("a synchronized layer", "replicas", "its inputs are the whole batch already")
 SEEDS = Seam("keras.random.SeedGenerator", "next", "replicas draw other numbers for other samples")
+ROWS = Seam("keras.Variable", "sparse_read", "rows are looked up in a table that is not read as a whole")
 VARIABLE = Seam("a variable", "assign", "what is no sum, or is kept elsewhere, is not assigned to")
 
 # Losses and metrics

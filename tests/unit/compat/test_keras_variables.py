@@ -84,6 +84,45 @@ def is_another_one():
         layer(tf.ones([1, 2]))
 
 
+@CONTRACTS.of(compat.reading_rows)
+def is_read_by_rows():
+    """By what an embedding calls, with the values, dtypes and gradients that Keras has."""
+    table = variable(np.arange(12.0).reshape(4, 3))
+
+    def looked_up(rows):
+        with tf.GradientTape() as tape:
+            found = keras.ops.take(table, rows, axis=0)
+            square = tf.cast(getattr(found, "flat_values", found), tf.float32) ** 2
+        return found, tape.gradient(square, compat.tensor_of(table))
+
+    for dtype in (None, "float16"):
+        for rows in (tf.constant([[1, 3], [-1, 1]]), tf.ragged.constant([[1], [3, -1]])):
+            with keras.src.backend.AutocastScope(dtype):
+                expected, slope = looked_up(rows)
+                with compat.reading_rows():
+                    function = tf.function(looked_up, autograph=False).get_concrete_function(rows)
+                found, by_rows = function(rows)
+            kinds = [op.type for op in function.graph.get_operations()]
+            ragged = isinstance(rows, tf.RaggedTensor)  # tf.nn.embedding_lookup makes a tensor of the whole first
+            assert ("ResourceGather" in kinds) != ragged
+            assert ("GatherV2" in kinds) == ragged
+            assert found.dtype == expected.dtype
+            np.testing.assert_array_equal(*(keras.ops.convert_to_numpy(each) for each in (found, expected)))
+            np.testing.assert_array_equal(tf.convert_to_tensor(by_rows), tf.convert_to_tensor(slope))
+    with compat.reading_rows():
+        with keras.StatelessScope(state_mapping=[(table, tf.ones([4, 3]))]):
+            assert keras.ops.take(table, [2], axis=0).numpy().tolist() == [[1, 1, 1]]
+        compat.set_state(table, Five())
+        assert keras.ops.take(table, [2], axis=0).numpy().tolist() == [[5, 5, 5]]
+        compat.set_state(table, None)
+    assert not hasattr(table, "sparse_read"), "Keras reads rows by itself: leave it to Keras"
+
+
+class Five(compat.VariableState):
+    def read(self, variable):
+        return tf.fill(variable.shape, 5.0)
+
+
 @CONTRACTS.of(compat.replace_regularizer)
 def has_another_penalty():
     layer = keras.layers.Dense(1, kernel_regularizer="l2")
