@@ -12,8 +12,7 @@
     train    ms            a step of each of `--models`
              processor ms  of rank 0 in it, all threads
              switches      context switches of rank 0 in it
-             pair          as many processes, each on its part of the cores, which take their part of the batch and
-                           exchange nothing: what a step cannot be faster than
+             pair          the same processes exchange nothing, each with its part of the batch: the slower one
 
 Reported are medians over the rounds; of what waits and reduces, of the slower rank. Nothing else may run on the machine
 meanwhile.
@@ -33,7 +32,6 @@ import numpy as np
 
 from hvdtrain.bench.script import Script, started
 from hvdtrain.bench.suite import MODELS, bench_config
-from hvdtrain.runtime.launchers import detect_environment
 
 CALLS = 150
 PAUSE_S = 0.005
@@ -113,30 +111,21 @@ def _in_a_row(function: Callable[[Any], object], calls: int) -> float:
     return 1000.0 * (time.perf_counter() - begin) / calls
 
 
-def train(model: str, windows: int, batch: int, alone: bool) -> dict[str, Any]:
-    """Return the figures of a step; `alone` in a process that leaves its job."""
-    if alone:
-        _leave_job()
-    backend, _, _ = started()
+def train(model: str, windows: int, batch: int, pair: bool = False) -> dict[str, Any]:
+    """Return the figures of a step; of a `pair`, which exchanges nothing, those of the slower rank."""
+    backend, alone, gather = started()
     from hvdtrain.bench.trained import Stopwatch, built_trainer
     from hvdtrain.training.plan import Plan
 
-    trainer, data = built_trainer(bench_config(model, batch=batch), backend)
+    trainer, data = built_trainer(bench_config(model, batch=batch), alone if pair else backend)
     used: list[np.ndarray] = []
     watch = Stopwatch(WINDOW, lambda: used.append(_used()))
     trainer.train(data, Plan((windows + 2) * WINDOW, log_every=WINDOW), observers=watch)
     if not used:  # rank 0 alone has progress
         return {}
     processor, switches = (float(each) for each in np.median(np.diff(used, axis=0)[1:], axis=0) / WINDOW)
-    return {"ms": median(watch.windows_ms[2:]), "processor ms": 1000.0 * processor, "switches": switches}
-
-
-def _leave_job() -> None:
-    """Become a process that nobody started, on the cores that a rank in this place has."""
-    place, cores = detect_environment(), sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, cores[place.local_rank :: place.local_size] or cores)
-    for name in [name for name in os.environ if name.startswith(("OMPI_", "PMIX_", "PMI_", "HOROVOD_"))]:
-        del os.environ[name]
+    mine = {"ms": median(watch.windows_ms[2:]), "processor ms": 1000.0 * processor, "switches": switches}
+    return _slower(gather(list(mine.values())), list(mine)) if pair else mine
 
 
 def _slower(everyone: list[list[float]], names: list[str]) -> dict[str, Any]:
@@ -167,15 +156,13 @@ def main() -> int:
     options = script.parsed()
     calls: list[tuple[Any, dict[str, Any]]] = [(wait, {"seconds": options.seconds}), (reduce, {"kb": options.kb})]
     each = {"windows": options.windows}
-    calls += [
-        (train, {"model": model, "batch": MODELS[model].data.batch, "alone": False, **each}) for model in options.models
-    ]
+    calls += [(train, {"model": model, "batch": MODELS[model].data.batch, **each}) for model in options.models]
     for controller in options.controllers:
         for function, given in calls:
             place = {"controller": controller, "ranks": options.ranks}
             jobs = [script.job("this", function, **place, **given)]
             if function is train:
-                part = {"batch": given["batch"] // options.ranks, "alone": True}
+                part = {"batch": given["batch"] // options.ranks, "pair": True}
                 jobs.append(script.job("pair", function, **place, **{**given, **part}))
             if options.other is not None:
                 words = [os.fspath(options.other) if word == sys.executable else word for word in jobs[0].command]

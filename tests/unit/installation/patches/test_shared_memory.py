@@ -1,6 +1,7 @@
 """Sums and gathered tensors of ranks on one host, in memory that they share."""
 
 import os
+import re
 import sys
 from contextlib import ExitStack
 
@@ -99,6 +100,23 @@ except Exception as error:
     print(error, flush=True)
 os._exit(0)
 """
+TALK = """
+import horovod.tensorflow as hvd
+import tensorflow as tf
+
+def calls():
+    lines = open("/proc/self/io").read().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("syscr", "syscw")))
+
+hvd.init()
+x = tf.ones(4)
+for _ in range(10):
+    hvd.allreduce(x, name="x")
+before = calls()
+for _ in range(200):
+    hvd.allreduce(x, name="x")
+print("read and written", calls() - before, flush=True)
+"""
 ACTIVITIES = ("SHARED_MEMORY_ALLREDUCE", "SHARED_MEMORY_ALLGATHER")
 
 
@@ -136,6 +154,17 @@ def test_sums_are_those_of_the_ranks_in_order(tmp_path, controller):
 )
 def test_ranks_that_share_no_memory_send_messages(tmp_path, first):
     assert not sums(tmp_path, "mpirun", 3, first)
+
+
+def test_ranks_agree_without_messages(tmp_path):
+    """On what all of them have: over Gloo each message is written to a socket, and read."""
+
+    def calls(**settings):
+        job = run([*launcher("gloo", 2), sys.executable, "-c", TALK], cwd=tmp_path, timeout=100, **settings)
+        return [int(each) for each in re.findall(r"read and written (\d+)", job.out)]
+
+    assert max(calls()) < 20, "a heartbeat may come between"
+    assert min(calls(HOROVOD_SHARED_MEMORY="0")) > 400
 
 
 @pytest.mark.parametrize(
