@@ -117,6 +117,24 @@ for _ in range(200):
     hvd.allreduce(x, name="x")
 print("read and written", calls() - before, flush=True)
 """
+NO_ROOM = """
+import os, resource, time
+import horovod.tensorflow as hvd
+import tensorflow as tf
+hvd.init()
+x = tf.ones(1000)
+for _ in range(3):
+    hvd.allreduce(x, name="x")
+if hvd.rank() == 1:
+    used = 4096 * int(open("/proc/self/statm").read().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (used + 20_000_000, resource.RLIM_INFINITY))
+try:
+    print("added", hvd.grouped_allreduce([x, x], op=hvd.Sum, name="pair"), flush=True)
+except Exception as error:
+    print(f"rank {hvd.rank()} failed: {error}", flush=True)
+    time.sleep(4)  # its background thread goes on
+os._exit(0)
+"""
 ACTIVITIES = ("SHARED_MEMORY_ALLREDUCE", "SHARED_MEMORY_ALLGATHER")
 
 
@@ -165,6 +183,13 @@ def test_ranks_agree_without_messages(tmp_path):
 
     assert max(calls()) < 20, "a heartbeat may come between"
     assert min(calls(HOROVOD_SHARED_MEMORY="0")) > 400
+
+
+def test_what_a_rank_does_after_a_failure_is_not_taken_for_its_part(tmp_path):
+    """It has no room for a buffer, and goes on to what is next, in the same memory."""
+    job = run([*launcher("gloo", 2), sys.executable, "-c", NO_ROOM], cwd=tmp_path, timeout=100)
+    assert "rank 1 failed" in job.out
+    assert re.search("rank 0 failed: .*Rank 1 has left in the middle of an exchange", job.out), job.out
 
 
 @pytest.mark.parametrize(
