@@ -85,7 +85,9 @@ class JoinedRows:
             values, numbers = tf.boolean_mask(values, sent), tf.boolean_mask(numbers, sent)
         values = exchange.all_gather(values, name=f"{name}/values")
         numbers = exchange.all_gather(numbers, name=f"{name}/indices")
-        return self._by_table(sum_duplicates(tf.IndexedSlices(values * tf.cast(factor, values.dtype), numbers)))
+        rows = sum_duplicates(tf.IndexedSlices(values, numbers))
+        # A Python number, which becomes one of the values' dtype: tf.cast would take it through float32.
+        return self._by_table(rows if factor == 1.0 else tf.IndexedSlices(rows.values * factor, rows.indices))
 
     def none(self) -> list[tf.IndexedSlices]:
         """Return no row of each table."""

@@ -379,6 +379,15 @@ def test_rows_of_one_shape_travel_together(dtype, sparse_as_dense):
         np.testing.assert_array_equal(tf.cast(tf.convert_to_tensor(mine)[:10], tf.float64), expected)
 
 
+def test_an_average_over_three_is_as_exact_as_its_dtype():
+    def gradients(rank):
+        values = tf.constant([[rank + 1.0, 7.0 / (rank + 1)]], tf.float64)
+        return [tf.IndexedSlices(values, tf.constant([1]), tf.constant([90_000, 2]))]
+
+    reduced, _ = reduce_on(3, gradients, ["a"], op="average")
+    np.testing.assert_allclose(reduced[0].values, [[2.0, (7 + 7 / 2 + 7 / 3) / 3]], rtol=1e-15)
+
+
 def test_of_tables_of_one_shape_some_are_gathered():
     def gradients(rank):
         def of(rows, touched):
