@@ -3,14 +3,14 @@
 import re
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Capabilities
 from hvdtrain.backends.single import NoOpCollectives
-from hvdtrain.compat.keras_variables import disable_gradient_sums, reading_rows
+from hvdtrain.compat.keras_variables import disable_gradient_sums
 from hvdtrain.config.errors import LaunchError, opt
 from hvdtrain.runtime.session import Session
 from hvdtrain.runtime.strategies import SERVER, WORKER, OpenStrategy, Roles
@@ -51,8 +51,9 @@ class ParameterServerBackend(NoOpCollectives):
         Stays in this thread: `Strategy.run` would apply gradients in another one, without the contexts that `step` has
         entered.
         """
-        outside = tf.distribute.get_strategy() is not self._strategy
-        with reading_rows(), nullcontext() if outside else tf.distribute.ReplicaContext(self._strategy, 0):
+        if tf.distribute.get_strategy() is not self._strategy:
+            return step(*args)
+        with tf.distribute.ReplicaContext(self._strategy, 0):
             return step(*args)
 
     def prepare(self, optimizer: Any) -> None:

@@ -8,7 +8,6 @@ from typing import Any, Literal, Protocol
 
 import tensorflow as tf
 
-from hvdtrain.compat.keras_variables import reading_rows
 from hvdtrain.config.parallel import DATA_AXES, HOLDER_AXES, REPLICA_AXES
 from hvdtrain.runtime.session import Session
 
@@ -282,8 +281,7 @@ class OneReplica:
 
     def run(self, step: Callable[..., Any], *args: Any) -> Any:
         """Call `step` once."""
-        with reading_rows():
-            return step(*args)
+        return step(*args)
 
     def prepare(self, optimizer: Any) -> None:
         """No-op: Keras optimizers all-reduce under a strategy of tf.distribute only."""

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Among, Capabilities, Collectives, ReduceOp
 from hvdtrain.backends.single import NoOpCollectives
-from hvdtrain.compat.keras_variables import disable_gradient_sums, reading_rows
+from hvdtrain.compat.keras_variables import disable_gradient_sums
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.runtime.session import Session
 from hvdtrain.runtime.strategies import OpenStrategy
@@ -57,7 +57,7 @@ class StrategyBackend:
 
     def run(self, step: Callable[..., Any], *args: Any) -> Any:
         """Call `step` on each replica of this process; return the first one's results."""
-        results = self._strategy.run(reading_rows()(step), args=args)
+        results = self._strategy.run(step, args=args)
         return tf.nest.map_structure(lambda result: self._strategy.experimental_local_results(result)[0], results)
 
     def prepare(self, optimizer: Any) -> None:

@@ -11,6 +11,7 @@ from keras.src.backend.common import variables
 
 from hvdtrain.compat import unlike, uses_attribute
 from hvdtrain.compat.seams import ROWS
+from hvdtrain.compat.tensorflow import is_vectorized
 from hvdtrain.config.errors import ConfigError
 
 # Variables
@@ -173,18 +174,25 @@ def _asker(initial_value: Any) -> tuple[Any, Any]:
 def reading_rows() -> Iterator[None]:
     """Let `tf.gather`, and so `keras.ops.take`, read rows of a Keras variable alone, as they do of a tf.Variable.
 
-    Keras' variables are read as a whole there, which TensorFlow copies in each step once rows of it were updated: 26
-    tables of 50,000 rows took half of a step. What has no tensor of its own, or another in a stateless scope, is read
-    as before. Assumes that Keras hands a variable on to `tf.gather`, which asks it for `sparse_read`.
+    For an optimizer that updates rows alone: Keras' variables are read as a whole there, which TensorFlow copies in
+    each step once rows of it were updated. One that is updated as a whole it would copy in each update, once rows of
+    it were read. What is not trained, has no tensor of its own, or another in a stateless scope, is read as before, and
+    so is what has no such operation: within tf.vectorized_map, of other dtypes, and for numbers of less than 32 bits.
+    Assumes that Keras hands a variable on to `tf.gather`, which asks it for `sparse_read`.
     """
 
     def sparse_read(variable: Any, indices: Any, name: str | None = None) -> Any:
-        if is_stateless() or state_of(variable) is not None:
+        stands_for_another = is_stateless() or state_of(variable) is not None or not variable.trainable
+        made = declared_dtype(variable) in _READ_BY_ROWS and tf.as_dtype(indices.dtype) in (tf.int32, tf.int64)
+        if stands_for_another or not made or is_vectorized(tf.compat.v1.get_default_graph()):
             raise AttributeError("sparse_read")  # tf.gather reads the whole
         return autocast(variable, tensor_of(variable).sparse_read(indices, name=name))
 
     with ROWS.replaced(keras.Variable, sparse_read):
         yield
+
+
+_READ_BY_ROWS = ("float16", "bfloat16", "float32", "float64")
 
 
 class VariableState:

@@ -1,5 +1,6 @@
 """Private names of TensorFlow, imported only where a function needs it."""
 
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -416,6 +417,14 @@ def in_graph_of(tensor: Any) -> Iterator[None]:
         return
     with graph.as_default(), graph.control_dependencies(None):
         yield
+
+
+def is_vectorized(graph: Any) -> bool:
+    """Return whether `graph` is traced inside `tf.vectorized_map`. Assumes the name scope that it has there."""
+    import tensorflow as tf
+
+    scopes = graph.get_name_scope().split("/") if tf.compat.v1.get_default_graph() is graph else []
+    return any(re.fullmatch(r"loop_body(_\d+)?", scope) for scope in scopes)
 
 
 def recorded(forward: Callable[[], Any], tensor: Any, back: Callable[[Any], Any]) -> Any:

@@ -1,12 +1,14 @@
 """One optimizer step as one compiled function: forward, backward, reduction, update."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend, Collectives
+from hvdtrain.compat.keras_variables import reading_rows
 from hvdtrain.data.batch import Batch
 from hvdtrain.gradients.gradient_sum import GradientSum
 from hvdtrain.layers.experts import MixtureOfExperts, expert_layers, routing_metrics
@@ -156,7 +158,8 @@ class ReplicaStep(EpochMetrics):
         if not self._backend.capabilities.shares_variables:  # of which none is drawn from
             self._seed()
         rate = rate_of(self._state.optimizer)
-        totals, norm, here = self._updated(batch, measure=measure)
+        with reading_rows() if self._rule.updates_rows else nullcontext():
+            totals, norm, here = self._updated(batch, measure=measure)
         if not measure:
             return StepResult(totals, None, here)
         finite = self._rule.finite_parameters(self._state)

@@ -1,17 +1,21 @@
 """Synchronous data parallelism: gradients are all-reduced, and every replica applies the same update."""
 
 from collections.abc import Hashable
+from functools import cached_property
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
+from hvdtrain.compat.keras import flatten_layers
 from hvdtrain.gradients.weighted_reduction import WeightedReducer
 from hvdtrain.optim.fused import fused_updates
 from hvdtrain.optim.precision import has_dynamic_scale
 from hvdtrain.training.options import StepOptions
 from hvdtrain.training.step.contract import LocalGradients
 from hvdtrain.training.update_rules.base import UpdateRule
+from hvdtrain.training.update_rules.servers.layout import changes_rows_alone
 from hvdtrain.training.update_rules.split_model import SplitModel, overflowing_together
 
 
@@ -23,6 +27,13 @@ class AllReduceUpdate(UpdateRule):
         self._reduction = (options or StepOptions()).reduction_on(backend)
         self._exchanges: dict[Hashable, tuple[SplitModel, WeightedReducer]] = {}
         self._prepare_exchange()
+
+    @cached_property
+    def updates_rows(self) -> bool:
+        """Whether rows of tables are updated alone, as a trial shows; of a strategy, which would take part: no."""
+        tables = any(isinstance(layer, keras.layers.Embedding) for layer in flatten_layers(self.model))
+        by_rows = self._reduction.sparse_gradients != "dense" and not self._backend.capabilities.needs_builders
+        return tables and by_rows and changes_rows_alone(self.optimizer)
 
     def follow_model(self, *, training: bool = True) -> None:
         """Also select the reducer for the trained variables."""

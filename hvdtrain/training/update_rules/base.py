@@ -55,6 +55,11 @@ class UpdateRule:
     """Whether replicas that go on at their own pace wait for one another in a measured step."""
 
     @property
+    def updates_rows(self) -> bool:
+        """Whether rows of tables are updated alone, of which lookups need not read the others."""
+        return False
+
+    @property
     def slices(self) -> int:
         """Number of slices that a batch is cut into."""
         return self.trainers or self._backend.data_parallel.size

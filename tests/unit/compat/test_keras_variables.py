@@ -110,6 +110,9 @@ def is_read_by_rows():
             np.testing.assert_array_equal(*(keras.ops.convert_to_numpy(each) for each in (found, expected)))
             np.testing.assert_array_equal(tf.convert_to_tensor(by_rows), tf.convert_to_tensor(slope))
     with compat.reading_rows():
+        assert keras.ops.take(table, tf.constant([2], tf.int16), axis=0).numpy().tolist() == [[6, 7, 8]]
+        found = keras.ops.vectorized_map(lambda row: keras.ops.take(table, row, axis=0), tf.constant([[2], [0]]))
+        assert found.numpy().tolist() == [[[6, 7, 8]], [[0, 1, 2]]]
         with keras.StatelessScope(state_mapping=[(table, tf.ones([4, 3]))]):
             assert keras.ops.take(table, [2], axis=0).numpy().tolist() == [[1, 1, 1]]
         compat.set_state(table, Five())

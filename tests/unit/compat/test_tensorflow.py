@@ -152,6 +152,22 @@ def makes_operations_in_a_graph_around():
     assert float(body(trace)()) == 2.0
 
 
+@CONTRACTS.of(compat.is_vectorized)
+def tells_a_vectorized_map():
+    seen = []
+
+    def look(row):
+        seen.append(compat.is_vectorized(tf.compat.v1.get_default_graph()))
+        return row
+
+    tf.function(look, autograph=False).get_concrete_function(tf.ones([2]))
+    tf.function(lambda x: tf.map_fn(look, x), autograph=False)(tf.ones([2]))
+    assert not any(seen)
+    seen.clear()
+    tf.vectorized_map(look, tf.ones([2]))
+    assert all(seen)
+
+
 @CONTRACTS.of(compat.recorded)
 def records_a_gradient_of_its_own():
     def trace():

@@ -1,6 +1,5 @@
 """Parameters of stage 3: all-gathered only while a layer uses them."""
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -10,6 +9,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.compat.keras_variables import VariableState, set_state, state_of
+from hvdtrain.compat.tensorflow import is_vectorized
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.gradients.reduction import Gradient
 from hvdtrain.partition.gradients import slice_of_gradient
@@ -105,7 +105,7 @@ class GatheringPass(Pass):
             self._bursts.append(Burst())
         gathers = self._bursts[-1].gathers
         if id(variable) not in gathers:
-            if _is_vectorized(self._graph):
+            if is_vectorized(self._graph):
                 raise ConfigError(
                     f"{opt('zero', 3)} gathers parameters where layers read them. Received: {shard.path}, read within "
                     "tf.vectorized_map (keras.ops.vectorized_map, keras.layers.TimeDistributed), which copies the "
@@ -199,12 +199,6 @@ class GatheringPass(Pass):
             for path, gradient in zip(self._microbatch.paths, gradients, strict=True)
         ]
         return tf.stack([tf.add_n(each) if each else tf.constant(0.0) for each in of_wholes])
-
-
-def _is_vectorized(graph: tf.Graph) -> bool:
-    """Return whether `graph` is traced inside `tf.vectorized_map`, by its name scope."""
-    scopes = graph.get_name_scope().split("/") if tf.compat.v1.get_default_graph() is graph else []
-    return any(re.fullmatch(r"loop_body(_\d+)?", scope) for scope in scopes)
 
 
 def _check_of_slice(gradient: Gradient, source: tf.Variable, path: str) -> None:
