@@ -10,6 +10,7 @@ import tensorflow as tf
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.compat.keras import flatten_layers
 from hvdtrain.gradients.weighted_reduction import WeightedReducer
+from hvdtrain.optim.averaging import innermost
 from hvdtrain.optim.fused import fused_updates
 from hvdtrain.optim.precision import has_dynamic_scale
 from hvdtrain.training.options import StepOptions
@@ -30,10 +31,14 @@ class AllReduceUpdate(UpdateRule):
 
     @cached_property
     def updates_rows(self) -> bool:
-        """Whether rows of tables are updated alone, as a trial shows; of a strategy, which would take part: no."""
+        """Whether rows of tables are updated alone, as a trial of Keras' own optimizers shows.
+
+        An optimizer of somebody else may not take rows, and a strategy would take part in the trial.
+        """
         tables = any(isinstance(layer, keras.layers.Embedding) for layer in flatten_layers(self.model))
         by_rows = self._reduction.sparse_gradients != "dense" and not self._backend.capabilities.needs_builders
-        return tables and by_rows and changes_rows_alone(self.optimizer)
+        known = type(innermost(self.optimizer)).__module__.startswith("keras.")
+        return tables and by_rows and known and changes_rows_alone(self.optimizer)
 
     def follow_model(self, *, training: bool = True) -> None:
         """Also select the reducer for the trained variables."""

@@ -36,6 +36,14 @@ def looked_up(optimizer, **options):
     return model.seen[-2] & {"GatherV2", "ResourceGather"}
 
 
+class Own(keras.optimizers.SGD):
+    """Takes dense gradients alone, as those of small tables are."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        assert not isinstance(gradient, tf.IndexedSlices)
+        super().update_step(gradient, variable, learning_rate)
+
+
 @pytest.mark.usefixtures("session")
 @pytest.mark.parametrize(
     ("optimizer", "options", "rows"),
@@ -48,6 +56,7 @@ def looked_up(optimizer, **options):
         (keras.optimizers.SGD(0.1, momentum=0.9), {}, False),
         (keras.optimizers.SGD(0.1, weight_decay=0.1), {}, False),
         (keras.optimizers.Adam(0.1), {}, False),
+        (Own(0.1), {}, False),
     ],
 )
 def test_rows_are_looked_up_where_rows_are_updated(optimizer, options, rows):
