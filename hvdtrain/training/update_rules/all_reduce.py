@@ -16,7 +16,7 @@ from hvdtrain.optim.precision import has_dynamic_scale
 from hvdtrain.training.options import StepOptions
 from hvdtrain.training.step.contract import LocalGradients
 from hvdtrain.training.update_rules.base import UpdateRule
-from hvdtrain.training.update_rules.servers.layout import changes_rows_alone
+from hvdtrain.training.update_rules.rows_alone import changes_rows_alone
 from hvdtrain.training.update_rules.split_model import SplitModel, overflowing_together
 
 

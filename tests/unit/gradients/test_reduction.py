@@ -410,7 +410,6 @@ def test_of_tables_of_one_shape_some_are_gathered():
 
 def test_a_number_out_of_a_table_stays_out_of_the_others():
     """An embedding on a GPU passes over such rows, and so do its updates."""
-
     tables = [
         tf.IndexedSlices(tf.ones([2, 2]), tf.constant([index, 1]), tf.constant([9, 2])) for index in (-1, 2**31 - 1)
     ]

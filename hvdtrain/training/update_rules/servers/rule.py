@@ -39,7 +39,8 @@ from hvdtrain.training.step.contract import CompiledStep, LocalGradients, Measur
 from hvdtrain.training.step.finite import zero_if_finite
 from hvdtrain.training.update_rules.base import UpdateRule
 from hvdtrain.training.update_rules.local_sgd import LocalTotals, unique_rows
-from hvdtrain.training.update_rules.servers.layout import Entry, Outgoing, ServerLayout, changes_rows_alone, owners_of
+from hvdtrain.training.update_rules.rows_alone import changes_rows_alone
+from hvdtrain.training.update_rules.servers.layout import Entry, Outgoing, ServerLayout, owners_of
 from hvdtrain.training.update_rules.servers.masters import Masters, barrier
 from hvdtrain.training.update_rules.servers.record import Event, check_writable, described, recorded
 from hvdtrain.training.update_rules.servers.server import Server

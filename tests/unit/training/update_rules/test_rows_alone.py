@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from hvdtrain.optim.optimizers import decaying_weights_only
 from hvdtrain.optim.schedules import learning_rate_schedule
-from hvdtrain.training.update_rules.servers.layout import changes_rows_alone
+from hvdtrain.training.update_rules.rows_alone import changes_rows_alone
 
 
 class Terse(keras.optimizers.SGD):
