@@ -2,6 +2,7 @@
 
 import os
 import re
+import subprocess
 import sys
 from contextlib import ExitStack
 
@@ -138,12 +139,12 @@ os._exit(0)
 ACTIVITIES = ("SHARED_MEMORY_ALLREDUCE", "SHARED_MEMORY_ALLGATHER")
 
 
-def sums(folder, controller, ranks, first="", **settings):
-    """Run the sums, and return which of their activities were in shared memory."""
+def sums(folder, controller, ranks, first="", within=(), **settings):
+    """Run the sums, within another command, and return which of their activities were in shared memory."""
     timeline = folder / "timeline.json"  # rank 0 writes one
     words = [sys.executable, "-c", SUMS, str(timeline), first]
     environ = {"HOROVOD_TIMELINE": "DYNAMIC", "HOROVOD_DYNAMIC_PROCESS_SETS": "1", **settings}
-    job = run([*launcher(controller, ranks), *words], cwd=folder, timeout=150, **environ)
+    job = run([*within, *launcher(controller, ranks), *words], cwd=folder, timeout=150, **environ)
     assert job.out.count("as they have to be") == ranks
     return {activity for activity in ACTIVITIES if activity in timeline.read_text()}
 
@@ -172,6 +173,16 @@ def test_sums_are_those_of_the_ranks_in_order(tmp_path, controller):
 )
 def test_ranks_that_share_no_memory_send_messages(tmp_path, first):
     assert not sums(tmp_path, "mpirun", 3, first)
+
+
+def test_nothing_is_written_to_memory_without_room(tmp_path):
+    """The system would end a process that does."""
+    own = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    small = "mount -t tmpfs -o size=64k none /dev/shm"
+    if subprocess.run([*own, small], capture_output=True).returncode != 0:
+        pytest.skip("users of this machine get no mounts of their own")
+    full = "assert os.system('cat /dev/zero >/dev/shm/full 2>/dev/null')"
+    assert not sums(tmp_path, "gloo", 3, full, within=[*own, f'{small} && exec "$@"', "sh"])
 
 
 def test_ranks_agree_without_messages(tmp_path):
