@@ -18,8 +18,8 @@ def changes_rows_alone(optimizer: Any, *, decayed: bool = True) -> bool:
     moved more than once. The trial is at a rate of 1: that of now may be 0, as where it warms up.
     """
     inner = innermost(optimizer)
-    if inner.use_ema and inner.ema_overwrite_frequency:
-        return False
+    if (inner.use_ema and inner.ema_overwrite_frequency) or getattr(inner, "optimizers", ()):
+        return False  # one of several optimizers may update the table
     with tf.init_scope(), without_slots(inner):
         table = keras.Variable(np.ones((4, 2), np.float32), trainable=True)
         inner.build([table])

@@ -44,6 +44,14 @@ class Own(keras.optimizers.SGD):
         super().update_step(gradient, variable, learning_rate)
 
 
+SEVERAL = hasattr(keras.optimizers, "MultiOptimizer")
+
+
+def several():
+    kinds = keras.optimizers
+    return kinds.MultiOptimizer(kinds.OptimizerMap(kinds.SGD(0.1), {".*/bias": kinds.Adam(0.1)})) if SEVERAL else None
+
+
 @pytest.mark.usefixtures("session")
 @pytest.mark.parametrize(
     ("optimizer", "options", "rows"),
@@ -57,6 +65,7 @@ class Own(keras.optimizers.SGD):
         (keras.optimizers.SGD(0.1, weight_decay=0.1), {}, False),
         (keras.optimizers.Adam(0.1), {}, False),
         (Own(0.1), {}, False),
+        pytest.param(several(), {}, False, marks=pytest.mark.skipif(not SEVERAL, reason="no MultiOptimizer")),
     ],
 )
 def test_rows_are_looked_up_where_rows_are_updated(optimizer, options, rows):
