@@ -1,14 +1,17 @@
 """Start jobs as a user would, with a limit on their time; used by the distributed and the entry tests."""
 
+import contextlib
+import io
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,21 +19,8 @@ import pytest
 
 from tests.awake import awake_seconds
 
-LOOK_S = 5.0
-"""How often a job's time is looked at."""
-
-
-@dataclass(frozen=True)
-class Finished:
-    """A job that ended by itself."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def text(self) -> str:
-        return self.out + self.err
+LOOK_S = 0.05
+"""How often a job is looked at."""
 
 
 def job_environment(**extra: str) -> dict[str, str]:
@@ -65,89 +55,115 @@ def launcher(controller: str, size: int) -> list[str]:
     return ["horovodrun", *flag, "-np", str(size)]
 
 
-def start(command: Sequence[str], *, cwd: Path, stderr: int, environ: Mapping[str, str]) -> subprocess.Popen[str]:
-    """Start `command` in a process group of its own, with its output in a pipe."""
-    return subprocess.Popen(
-        list(command),
-        cwd=cwd,
-        env=job_environment(**environ),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=stderr,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-
-
-def run(command: Sequence[str], *, cwd: Path, timeout: float, code: int | None = 0, **environ: str) -> Finished:
-    """Run `command` to its end, with the exit code `code`, or any if it is None.
-
-    After `timeout` seconds, in which the machine ran (see `tests.awake`), its whole process group is killed and the
-    test fails.
-    """
-    process = start(command, cwd=cwd, stderr=subprocess.PIPE, environ=environ)
-    limit = awake_seconds() + timeout
-    while True:
-        try:
-            out, err = process.communicate(timeout=min(timeout, LOOK_S))
-        except subprocess.TimeoutExpired:
-            if awake_seconds() < limit:
-                continue
-            os.killpg(process.pid, signal.SIGKILL)
-            out, err = process.communicate()
-            pytest.fail(f"{' '.join(command)} did not end within {timeout} s:\n{out[-3000:]}\n{err[-3000:]}")
-        job = Finished(process.returncode, out, err)
-        assert code in (None, job.code), f"exit code {job.code}:\n{job.text[-5000:]}"
-        return job
+def launched(
+    controller: str, size: int, *words: str, options: Sequence[str] = (), program: str = sys.executable
+) -> list[str]:
+    """The command that starts `size` ranks of a program with `words`, and with more options of the launcher."""
+    return [*launcher(controller, size), *options, program, *words]
 
 
 class Job:
-    """A job under way, with its output in a file; its process group is killed when the context ends."""
+    """A command under way, in a process group of its own, which is killed when the context ends.
 
-    def __init__(self, command: Sequence[str], *, cwd: Path, log: str = "log", **environ: str) -> None:
-        self.folder, self.log = cwd, cwd / log
-        with self.log.open("w") as out:
-            self.process = subprocess.Popen(
-                list(command),
-                cwd=cwd,
-                env=job_environment(**environ),
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                start_new_session=True,
-            )
+    Job(launched("mpirun", 2, "train.py"), cwd=folder).expect("no such file", code=2)
+
+    with Job(launched("mpirun", 2, "train.py"), cwd=folder) as job:
+        job.wait_for("epoch 2")
+    """
+
+    def __init__(self, command: Sequence[str], *, cwd: Path, **environ: str) -> None:
+        self.command, self.folder = list(command), cwd
+        self._files = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115  (closed with the job)
+        self._ended: list[str] | None = None
+        self.process = subprocess.Popen(
+            self.command,
+            cwd=cwd,
+            env=job_environment(**environ),
+            stdin=subprocess.DEVNULL,
+            stdout=self._files[0],
+            stderr=self._files[1],
+            start_new_session=True,
+        )
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
+        if self._ended is None:
+            with contextlib.suppress(ProcessLookupError):  # of whatever outlives the first of its processes, too
+                self.kill()
+            self._ended = self._written()
+            for file in self._files:
+                file.close()
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code; None while it runs."""
+        return self.process.poll()
+
+    @property
+    def out(self) -> str:
+        """What it has written to standard output so far."""
+        return self._written()[0]
+
+    @property
+    def err(self) -> str:
+        return self._written()[1]
 
     @property
     def text(self) -> str:
-        return self.log.read_text(errors="replace")
+        """Both, one after the other."""
+        return "".join(self._written())
+
+    def signal(self, number: int) -> None:
+        """Send a signal to all of it, as a terminal does."""
+        os.killpg(self.process.pid, number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        self.process.wait()
 
     def wait(self, condition: Callable[[], object] = lambda: False, *, seconds: float = 120.0) -> int | None:
-        """Wait for a condition or the end of the job, whichever comes first; return the exit code, if it has one."""
-        limit = awake_seconds() + seconds
-        while not condition() and self.process.poll() is None and awake_seconds() < limit:
-            time.sleep(0.05)
-        return self.process.poll()
+        """Wait for a condition or the end of the job, whichever comes first; return the exit code, if it has one.
 
-    def wait_for(self, text: str) -> None:
-        """Wait until the job has printed `text`."""
-        self.wait(lambda: text in self.text)
+        Counted are seconds in which the machine ran (see `tests.awake`).
+        """
+        limit = awake_seconds() + seconds
+        while not condition() and self.code is None and awake_seconds() < limit:
+            time.sleep(LOOK_S)
+        return self.code
+
+    def wait_for(self, text: str, *, seconds: float = 120.0) -> None:
+        """Wait until the job has written `text`."""
+        self.wait(lambda: text in self.text, seconds=seconds)
         assert text in self.text, self.text[-3000:]
+
+    def expect(self, *said: str, code: int | None = 0, timeout: float = 150.0) -> Self:
+        """Wait for its end, with this exit code, or any if it is None, and with `said` in its output."""
+        with self:
+            self.wait(seconds=timeout)
+            late = self.code is None
+        if late:
+            what = f"{shlex.join(self.command)} did not end within {timeout} s"
+            pytest.fail(f"{what}:\n{self.out[-3000:]}\n{self.err[-3000:]}")
+        assert code in (None, self.code), f"exit code {self.code}:\n{self.text[-5000:]}"
+        for each in said:
+            assert each in self.text, f"not said: {each}\n{self.text[-5000:]}"
+        return self
+
+    def _written(self) -> list[str]:
+        if self._ended is not None:
+            return self._ended
+        texts = (os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0) for file in self._files)
+        return [io.TextIOWrapper(io.BytesIO(text), errors="replace").read() for text in texts]
 
 
 def hvdtrain(
     controller: str, size: int, *words: str, cwd: Path, timeout: float = 400, code: int | None = 0, **environ: str
-) -> Finished:
-    """Run `python -m hvdtrain words…` under a launcher (none, gloo, mpi, horovodrun or mpirun), as `run` does."""
-    command = [*launcher(controller, size), sys.executable, "-m", "hvdtrain", *words]
-    return run(command, cwd=cwd, timeout=timeout, code=code, **environ)
+) -> Job:
+    """Run `python -m hvdtrain words…` under a launcher (none, gloo, mpi, horovodrun or mpirun) to its end."""
+    command = launched(controller, size, "-m", "hvdtrain", *words)
+    return Job(command, cwd=cwd, **environ).expect(code=code, timeout=timeout)
 
 
 def summary_of(run_folder: Path) -> dict[str, Any]:
@@ -185,15 +201,15 @@ def use_all(
 
     TensorFlow starts once, not for each.
     """
-    words = [*launcher(controller, size), *_use(commands, mistaken=False)]
-    return run(words, cwd=cwd, timeout=timeout, **environ).out
+    command = launched(controller, size, *_use(commands, mistaken=False))
+    return Job(command, cwd=cwd, **environ).expect(timeout=timeout).out
 
 
 def errors_of(commands: Sequence[Sequence[str]], *, cwd: Path, timeout: float = 400) -> list[str]:
     """Run several command lines of these verbs, which must all fail, in one process; return their messages."""
-    job = run(_use(commands, mistaken=True), cwd=cwd, timeout=timeout)
+    job = Job(launched("none", 1, *_use(commands, mistaken=True)), cwd=cwd).expect(timeout=timeout)
     return [json.loads(line.removeprefix("ERROR ")) for line in job.out.splitlines() if line.startswith("ERROR ")]
 
 
 def _use(commands: Sequence[Sequence[str]], *, mistaken: bool) -> list[str]:
-    return [sys.executable, "-c", USE_ALL, json.dumps([[list(command) for command in commands], mistaken])]
+    return ["-c", USE_ALL, json.dumps([[list(command) for command in commands], mistaken])]

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tests.awake import awake_seconds
-from tests.launching import start
+from tests.launching import job_environment
 
 _MARK = "HVDTRAIN_CHAOS_JOB"
 """Environment variable that every process of a job inherits."""
@@ -33,7 +33,17 @@ class Job:
         self._mark = uuid.uuid4().hex
         self._lines: list[tuple[float, str]] = []
         environ = {_MARK: self._mark, **(environ or {})}
-        self._process = start(command, cwd=cwd, stderr=subprocess.STDOUT, environ=environ)
+        self._process = subprocess.Popen(
+            list(command),
+            cwd=cwd,
+            env=job_environment(**environ),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 

@@ -5,7 +5,6 @@ A launch runs the checks that pytest selected: `-k "mpirun-2 and parity"` is one
 
 import functools
 import json
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.worlds import WORLDS, all_checks
-from tests.launching import Finished, launcher, run
+from tests.launching import Job, launched
 
 LAUNCH_S, CHECK_S = 1800.0, 60.0
 """Bounds of a launch, and of one of its checks on average; those of all classes of Keras take minutes each."""
@@ -43,15 +42,13 @@ def battery(request, tmp_path_factory):
             part = rest[:AT_ONCE]
             folder = tmp_path_factory.mktemp(f"battery-{world}")
             results = folder / "results.json"
-            script = [sys.executable, str(Path(__file__).with_name("battery.py"))]
+            script = str(Path(__file__).with_name("battery.py"))
             places = [str(results), str(folder), str(references), launch.backend]
-            command = [*launcher(launch.controller, launch.size), *script, *places, *part]
+            command = launched(launch.controller, launch.size, script, *places, *part)
             limit = LAUNCH_S + CHECK_S * len(part)
             begin = time.perf_counter()
-            try:
-                job = run(command, cwd=folder, timeout=limit, **launch.environ, code=None)
-            except pytest.fail.Exception as late:  # those before the check that hangs have their results
-                job = Finished(-9, "", str(late))
+            with Job(command, cwd=folder, **launch.environ) as job:  # those before one that hangs have their results
+                job.wait(seconds=limit)
             jobs.append(job)
             found = json.loads(results.read_text()) if results.exists() else {}
             # What the checks did not take is the start and the end of the job.
@@ -70,14 +67,14 @@ def battery(request, tmp_path_factory):
     with ThreadPoolExecutor() as pool:
 
         @functools.cache
-        def launched(world):
+        def running(world):
             return pool.submit(run_world, world)
 
         def outcome(world):
             for each in ONE_PROCESS if world in ONE_PROCESS else ():
                 if each in selected:
-                    launched(each)
-            return launched(world).result()
+                    running(each)
+            return running(world).result()
 
         yield outcome
 

@@ -1,12 +1,11 @@
 """The control channel between real processes, over both controllers."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.launching import launcher, run
+from tests.launching import Job, launched
 
 pytestmark = pytest.mark.extended
 
@@ -19,9 +18,9 @@ def launch(request, tmp_path):
     """Return a function that runs the script in one mode on three ranks."""
     controller, module = request.param
     pytest.importorskip(module, reason=f"{module} is not installed")
-    command = [*launcher(controller, 3), sys.executable, str(SCRIPT)]
+    command = launched(controller, 3, str(SCRIPT))
     environ = {"XDG_CONFIG_HOME": str(tmp_path), "HVDTRAIN_JOB_SECRET": ""}
-    return lambda mode: run([*command, mode], cwd=tmp_path, timeout=TIMEOUT_S, **environ, code=None)
+    return lambda mode: Job([*command, mode], cwd=tmp_path, **environ).expect(code=None, timeout=TIMEOUT_S)
 
 
 def test_ranks_talk_to_one_another(launch):

@@ -2,12 +2,11 @@
 
 import functools
 import re
-import sys
 
 import pytest
 
 from tests.chaos.matrix import SCRIPT, Cell, play_cell
-from tests.launching import launcher, run
+from tests.launching import Job, launched
 
 pytestmark = pytest.mark.xdist_group("hang")  # one process starts the jobs that these tests look at
 WELL_S = 6.0
@@ -68,8 +67,8 @@ def test_a_rank_in_c_code_shows_it_too(played):
 
 @pytest.mark.extended
 def test_ranks_that_take_long_are_waited_for(folder):
-    command = [*launcher("mpirun", 2), sys.executable, str(SCRIPT), "is_slow_but_well", "1", str(WELL_S)]
-    outcome = run(command, cwd=folder, timeout=300)
+    command = launched("mpirun", 2, str(SCRIPT), "is_slow_but_well", "1", str(WELL_S))
+    outcome = Job(command, cwd=folder).expect(timeout=300)
     assert outcome.out.split().count("well") == 2, outcome.text
     assert "hangs" not in outcome.text
     waits = r"rank 0 \(\S+\) waits in .* while rank 1 \(\S+\) is (loading data at step 13|in callbacks at step 3)"

@@ -1,12 +1,11 @@
 """How a script of the user's own ends on one rank, and what becomes of the others."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.launching import launcher, run
+from tests.launching import Job, launched
 
 pytestmark = pytest.mark.extended
 
@@ -16,7 +15,7 @@ BOTH = ("gloo", "mpirun")
 
 def launch(controller, ending, tmp_path):
     pytest.importorskip("horovod", reason="horovod is not installed")
-    return run([*launcher(controller, 2), sys.executable, str(SCRIPT), ending], cwd=tmp_path, timeout=120, code=None)
+    return Job(launched(controller, 2, str(SCRIPT), ending), cwd=tmp_path).expect(code=None)
 
 
 @pytest.mark.parametrize("controller", BOTH)

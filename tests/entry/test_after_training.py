@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.launching import errors_of, run, use_all
+from tests.launching import Job, errors_of, use_all
 
 pytestmark = [pytest.mark.extended, pytest.mark.xdist_group("after")]  # one process makes the runs that these tests use
 CLASSES = ("blue", "green", "red")
@@ -348,7 +348,7 @@ def test_a_loaded_language_model_generates_the_same(home, elsewhere):
 
 def test_a_pipe_gets_predictions_alone(home, elsewhere):
     command = f"cat rows.csv | {sys.executable} -m hvdtrain predict {home / 'prices'} - --format jsonl"
-    job = run(["bash", "-c", command], cwd=elsewhere, timeout=150)
+    job = Job(["bash", "-c", command], cwd=elsewhere).expect()
     assert job.out == (elsewhere / "rows.jsonl").read_text()
 
 

@@ -1,11 +1,10 @@
 """`--backend` as a user types it: the same recipe trains to the same loss on every one."""
 
 import json
-import sys
 
 import pytest
 
-from tests.launching import hvdtrain, launcher, run, summary_of
+from tests.launching import Job, hvdtrain, launched, summary_of
 
 pytestmark = pytest.mark.xdist_group("backends")  # one process makes the run that the others are held against
 STEPS = "20"
@@ -82,8 +81,7 @@ def test_workers_train_digits_on_a_parameter_server(tmp_path):
 @pytest.mark.extended
 def test_a_worker_that_is_killed_ends_the_job(tmp_path):
     (tmp_path / "killed.py").write_text(KILLED)
-    job = run([*launcher("gloo", 3), sys.executable, "killed.py"], cwd=tmp_path, timeout=100, code=None)
-    assert "trains" in job.out
+    job = Job(launched("gloo", 3, "killed.py"), cwd=tmp_path).expect("trains", code=None)
     assert job.code != 0
 
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 import time
 
@@ -13,7 +12,7 @@ from hvdtrain.bench.collectives import series_of
 from hvdtrain.bench.layouts import sent_mb
 from hvdtrain.bench.results import read_results
 from tests.awake import awake_seconds
-from tests.launching import hvdtrain, job_environment, start
+from tests.launching import Job, hvdtrain
 
 pytestmark = [pytest.mark.extended, pytest.mark.xdist_group("bench")]  # they share a report
 TINY = "--models digits --ranks 2 --batch 16 --scaling strong --rounds 1 --windows 1 --warm-up 1 --steps 2"
@@ -143,15 +142,14 @@ def test_layouts_of_ranks_are_compared(tmp_path):
 def test_a_comparison_that_is_told_to_end_takes_its_launch_with_it(tmp_path):
     words = "bench --parallel --model tiny --layouts dp --rounds 1 --steps 100000"
     command = [sys.executable, "-m", "hvdtrain", *words.split()]
-    with start(command, cwd=tmp_path, stderr=subprocess.STDOUT, environ=job_environment()) as process:
-        bench = psutil.Process(process.pid)
+    with Job(command, cwd=tmp_path) as job:
+        bench = psutil.Process(job.process.pid)
         begin = awake_seconds()
         while len(started := bench.children(recursive=True)) < 3:  # the launcher and its ranks
             assert awake_seconds() - begin < 120
             time.sleep(0.2)
-        process.terminate()
-        process.communicate(timeout=120)
-    assert process.returncode == 143
+        job.process.terminate()
+        assert job.wait() == 143
     _, left = psutil.wait_procs(started, timeout=120)
     assert not left
 

@@ -9,7 +9,7 @@ import zipfile
 import numpy as np
 import pytest
 
-from tests.launching import hvdtrain, run
+from tests.launching import Job, hvdtrain
 
 pytestmark = pytest.mark.extended
 
@@ -42,7 +42,7 @@ def home(tmp_path_factory):
     """A folder with the checkpoints of a script, `own`, and with a run."""
     folder = tmp_path_factory.mktemp("home")
     (folder / "script.py").write_text(textwrap.dedent(SCRIPT))
-    run([sys.executable, "script.py"], cwd=folder, timeout=120)
+    Job([sys.executable, "script.py"], cwd=folder).expect()
     return folder
 
 
@@ -120,7 +120,7 @@ def test_export_writes_what_keras_and_numpy_load(home):
     ]
     (home / "lines").write_text("\n".join(lines))
     command = f"{sys.executable} -c '{EXPORTS}' < lines"
-    told = run(["bash", "-c", command], cwd=home, timeout=120).out.splitlines()
+    told = Job(["bash", "-c", command], cwd=home).expect().out.splitlines()
     assert told[:5] == [
         "run/step-00000060.keras",
         "weights.weights.h5",

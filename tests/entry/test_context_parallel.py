@@ -1,11 +1,9 @@
 """`--parallel cp=2` and `hvdtrain.parallelize` without rules, as a user types them."""
 
-import sys
-
 import pytest
 
 from tests.entry.docs.pages import blocks_of
-from tests.launching import hvdtrain, launcher, run, summary_of
+from tests.launching import Job, hvdtrain, launched, summary_of
 
 pytestmark = [pytest.mark.extended, pytest.mark.xdist_group("context_parallel")]
 SMALL = ["--max-steps", "4", "--batch", "8", "--model-args", "depth", "1", "width", "32"]
@@ -41,6 +39,5 @@ except ValueError as error:
 def test_the_script_of_the_documentation_trains_and_other_models_are_refused(tmp_path):
     script = blocks_of("docs/context_parallel.md", "python")[0].text
     (tmp_path / "script.py").write_text(script + OTHER_MODELS)
-    job = run([*launcher("mpirun", 2), sys.executable, "script.py"], cwd=tmp_path, timeout=150)
+    job = Job(launched("mpirun", 2, "script.py"), cwd=tmp_path).expect("cp 2")
     assert job.out.count("(4, 64, 100)") == 2
-    assert "cp 2" in job.out

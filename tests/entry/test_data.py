@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.entry.test_mistakes import refused
-from tests.launching import hvdtrain, launcher, run, summary_of
+from tests.launching import Job, hvdtrain, launched, summary_of
 from tests.unit.images import tar_of, write_folders
 
 pytestmark = pytest.mark.extended
@@ -119,7 +119,7 @@ def test_a_file_that_one_rank_does_not_have(tmp_path):
 
     def started(folder):
         script = f"HVDTRAIN_DATA=$PWD/host$(( {folder} )) exec {words}"
-        return run([*launcher("mpirun", 2), "bash", "-c", script], cwd=tmp_path, timeout=90, code=None)
+        return Job(launched("mpirun", 2, "-c", script, program="bash"), cwd=tmp_path).expect(code=None)
 
     refused(started(f"{rank} * 2"), "There is no", "photos", "host2")
     refused(

@@ -6,13 +6,12 @@ import os
 import re
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.launching import Job, hvdtrain, launcher, run, summary_of
+from tests.launching import Job, hvdtrain, launched, summary_of
 
 HERE = Path(__file__).parent / "elastic_jobs"
 TRAIN = ["digits", "--model", "mlp", "--data", "slow_samples:load", "--batch", "24", "--epochs", "16"]
@@ -22,8 +21,8 @@ NAMES = ("localhost", "127.0.0.1", "127.1", "127.0.1", "0x7f000001", "2130706433
 """Of this machine. A host whose rank was lost is not used again."""
 
 
-def discovering(folder, ranks, more=1):
-    """The words before `python` of an elastic job of so many ranks; `more` hosts come when there is a file `more`."""
+def elastic(folder, ranks, *words, more=1):
+    """The command of an elastic job of so many ranks; `more` hosts come when there is a file `more`."""
     now, later = NAMES[:ranks], NAMES[ranks : ranks + more]
     lines = "; ".join(f"echo {name}:1" for name in now)
     lines_later = "; ".join(f"echo {name}:1" for name in later)
@@ -31,7 +30,7 @@ def discovering(folder, ranks, more=1):
     discover.write_text(f"#!/bin/sh\n{lines}; if test -e more; then {lines_later or 'true'}; fi\n")
     discover.chmod(0o755)
     size = ["--min-np", "1", "--max-np", str(ranks), "--network-interfaces", "lo"]
-    return [*launcher("gloo", ranks), *size, "--host-discovery-script", str(discover)]
+    return launched("gloo", ranks, *words, options=[*size, "--host-discovery-script", str(discover)])
 
 
 class ElasticJob(Job):
@@ -64,7 +63,7 @@ def test_a_run_goes_on_without_a_silent_rank_and_with_another_and_is_pre_empted(
     """It ends with the parameters of a run that was stopped and started again at these steps, on as many ranks."""
     shutil.copy(HERE / "slow_samples.py", tmp_path)
     options = ["--run-dir", "run", "--elastic", "--hang-timeout", "10"]
-    command = [*discovering(tmp_path, 2), sys.executable, "-m", "hvdtrain", *TRAIN, *options]
+    command = elastic(tmp_path, 2, "-m", "hvdtrain", *TRAIN, *options)
     with ElasticJob(command, cwd=tmp_path, PAUSE_S="0.004") as job:
         job.wait_for_step(30)
         job.send(0, signal.SIGSTOP)  # as silent as if its host were gone; it holds the lock on the run's folder
@@ -83,23 +82,24 @@ def test_a_run_goes_on_without_a_silent_rank_and_with_another_and_is_pre_empted(
     assert lost % 10 == come % 10 == 0
 
     resumed = resume(tmp_path, "run", "mpirun", 2, STEPS)
-    for launched, size, last in (("mpirun", 2, lost), ("none", 1, come), ("mpirun", 2, STEPS)):
-        stopped = resume(tmp_path, "stopped", launched, size, last)
+    for controller, size, last in (("mpirun", 2, lost), ("none", 1, come), ("mpirun", 2, STEPS)):
+        stopped = resume(tmp_path, "stopped", controller, size, last)
     for name in ("parameter_hash", "steps", "val_loss", "train_loss", "best"):
         assert resumed[name] == stopped[name], name
     steps = [record["step"] for record in map(json.loads, (tmp_path / "run" / "metrics.jsonl").open())]
     assert steps == sorted(steps), "a step that was taken again is recorded twice"
 
 
-def resume(folder, run_folder, launched, size, steps):
+def resume(folder, run_folder, controller, size, steps):
     """Go on with a run until it has taken so many steps, and return its summary."""
     words = [*TRAIN, "--run-dir", run_folder, "--resume", "auto", "--max-steps", str(steps)]
-    hvdtrain(launched, size, *words, cwd=folder, timeout=LIMIT_S)
+    hvdtrain(controller, size, *words, cwd=folder, timeout=LIMIT_S)
     return summary_of(folder / run_folder)
 
 
-def script(folder, command, name, *words):
-    return run([*command, sys.executable, str(HERE / name), *words], cwd=folder, timeout=LIMIT_S, code=None)
+def script(folder, ranks, name, *words, more=1):
+    command = elastic(folder, ranks, str(HERE / name), *words, more=more)
+    return Job(command, cwd=folder).expect(code=None, timeout=LIMIT_S)
 
 
 def weights_in(folder, name):
@@ -111,8 +111,7 @@ def weights_in(folder, name):
 def alone(tmp_path_factory):
     """What the script says of its end in one process, and the weights that it leaves."""
     folder = tmp_path_factory.mktemp("alone")
-    job = script(folder, [], "train.py", "alone", "alone")
-    assert job.code == 0, job.text[-3000:]
+    job = Job(launched("none", 1, str(HERE / "train.py"), "alone", "alone"), cwd=folder).expect(timeout=LIMIT_S)
     (end,) = (json.loads(line) for line in re.findall(r"ENDED (\{.*\})", job.out))
     return end, weights_in(folder, "alone-0.npz")
 
@@ -130,7 +129,7 @@ EVERYWHERE = {"compiling", "in evaluation", "while it saves", "in a callback"}
 def test_a_script_that_loses_ranks_trains_as_one_process_does(tmp_path, alone, ranks, more, worlds, places):
     """Batches of 25 samples are divided unevenly; callbacks remember what they did. No first rank of four stays."""
     reference, expected = alone
-    job = script(tmp_path, discovering(tmp_path, ranks, more=more), "train.py", "elastic", "lost")
+    job = script(tmp_path, ranks, "train.py", "elastic", "lost", more=more)
     assert job.code == 0, job.text[-6000:]
     said = re.findall(r"elastic: (\d) ranks? before, (\d) now: goes on after step \d+$", job.out, re.MULTILINE)
     assert said == list(itertools.pairwise(worlds.split())), job.text
@@ -157,7 +156,7 @@ def test_a_script_that_loses_ranks_trains_as_one_process_does(tmp_path, alone, r
 @pytest.mark.extended
 def test_a_mistake_in_the_users_code_ends_the_job(tmp_path):
     """Another world would only repeat it: its traceback is shown, once."""
-    job = script(tmp_path, discovering(tmp_path, 2), "train.py", "elastic", "mistake")
+    job = script(tmp_path, 2, "train.py", "elastic", "mistake")
     assert job.code == 1, job.text[-6000:]
     assert job.text.count("ValueError: a mistake of the user's own") == 1
     assert re.search(r"rank 1 \(.*\) failed:", job.text)
@@ -166,7 +165,7 @@ def test_a_mistake_in_the_users_code_ends_the_job(tmp_path):
 
 @pytest.mark.extended
 def test_what_elastic_training_does_not_go_with_is_refused(tmp_path):
-    job = script(tmp_path, discovering(tmp_path, 1), "refused.py")
+    job = script(tmp_path, 1, "refused.py")
     assert job.code == 0, job.text[-6000:]
     said = re.findall(r"(?:TRAINED|REFUSED .*)$", job.out, re.MULTILINE)
     expected = [

@@ -1,14 +1,13 @@
 """Programs that use MPI or Horovod in an environment that nobody has activated, and processes that are no ranks."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from hvdtrain.runtime.python_environment import PythonEnvironment
-from tests.launching import Finished, run
+from tests.launching import Job
 
 SCRIPTS = Path(sys.executable).parent
 MPIRUN = [str(SCRIPTS / "mpirun"), *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
@@ -26,12 +25,10 @@ def _with_open_mpi_from_pypi():
 def unactivated(tmp_path, monkeypatch):
     """Run a command in a clean environment."""
 
-    def call(*command: str, **environ: str) -> Finished:
+    def call(*command: str, **environ: str) -> Job:
         clean = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "TMPDIR": "/tmp", "TF_CPP_MIN_LOG_LEVEL": "3"}
-        done = subprocess.run(
-            command, env=clean | environ, cwd=tmp_path, timeout=150, capture_output=True, text=True, errors="replace"
-        )
-        return Finished(done.returncode, done.stdout, done.stderr)
+        only = ["env", "-i", *(f"{name}={value}" for name, value in (clean | environ).items())]
+        return Job([*only, *command], cwd=tmp_path).expect(code=None)
 
     return call
 
@@ -104,6 +101,6 @@ if hvdtrain.rank() == 0:
 
 @pytest.mark.extended
 def test_a_child_of_a_rank_is_refused_and_the_ranks_go_on(tmp_path):
-    job = run([*MPIRUN, "-np", "2", sys.executable, "-c", PARENT], cwd=tmp_path, timeout=150)
+    job = Job([*MPIRUN, "-np", "2", sys.executable, "-c", PARENT], cwd=tmp_path).expect()
     assert job.out.split("\n")[:-1] == ["code 2", "size 1", "code 0"]
     assert job.err.count("hvdtrain: error: Rank 0 of this job is process ") == 1

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.launching import job_environment, launcher, run
+from tests.launching import Job, job_environment, launched
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -108,10 +108,10 @@ def losses(text: str) -> list[float]:
 def test_a_command_of_a_header_trains_on_its_ranks(place, name, command):
     """As printed, with as many ranks, which may be more than this machine has cores for."""
     words = shlex.split(command.replace("examples/", f"{EXAMPLES}/"))
-    launcher({"python": "none"}.get(words[0], words[0]), 1)  # skips the test without it
+    launched({"python": "none"}.get(words[0], words[0]), 1)  # skips the test without it
     (place / "book.txt").write_text(Path(ast.__file__).read_text(encoding="utf-8")[:20_000])
     more = {"OMPI_MCA_rmaps_base_oversubscribe": "1", "OMPI_MCA_hwloc_base_binding_policy": "none"}
-    job = run([*words, *SMALL.get(name, "").split()], cwd=place, timeout=900, **more)
+    job = Job([*words, *SMALL.get(name, "").split()], cwd=place, **more).expect(timeout=900)
     found = losses(job.out)
     assert found, job.text
     assert np.isfinite(found).all()
@@ -126,8 +126,8 @@ def test_an_example_trains_on_one_rank_and_on_two(place, name):
         folder = place / str(ranks)
         folder.mkdir()
         (folder / "mnist.npz").symlink_to(place / "mnist.npz")
-        script = [sys.executable, str(EXAMPLES / name), *arguments.split(), *more.split()]
-        job = run([*launcher("mpirun", ranks), *script], cwd=folder, timeout=200)
+        words = [str(EXAMPLES / name), *arguments.split(), *more.split()]
+        job = Job(launched("mpirun", ranks, *words), cwd=folder).expect(timeout=200)
         found = losses(job.out)
         assert found, job.text
         assert np.isfinite(found).all()
@@ -147,8 +147,7 @@ def test_the_script_after_differs_from_the_one_before_by_an_import(tmp_path):
     changed = [line for line in difflib.ndiff(before, after) if line[0] in "+-"]
     assert changed == ["- import horovod.tensorflow.keras as hvd", "+ import hvdtrain.horovod.keras as hvd"]
     command = [sys.executable, "-m", "hvdtrain", "doctor", "--script", str(EXAMPLES / "horovod_before.py")]
-    said = run(command, cwd=tmp_path, timeout=100, code=None)
-    assert "hvdtrain.horovod" in said.text
+    Job(command, cwd=tmp_path).expect("hvdtrain.horovod", code=None)
 
 
 @pytest.mark.extended
@@ -156,8 +155,7 @@ def test_the_elastic_example_trains(tmp_path):
     text = ast.get_docstring(ast.parse((EXAMPLES / "elastic.py").read_text(encoding="utf-8")))
     lines = "\n".join(line.strip() for line in re.findall(r"^    .*", text, re.MULTILINE)).replace("\\\n", "")
     shell = lines.replace("examples/", f"{EXAMPLES}/") + " --epochs 3"
-    job = run(["bash", "-ec", shell], cwd=tmp_path, timeout=200)
-    assert "training on 2 ranks" in job.out
+    job = Job(["bash", "-ec", shell], cwd=tmp_path).expect("training on 2 ranks", timeout=200)
     assert losses(job.out)[-1] < losses(job.out)[0]
 
 

@@ -10,7 +10,7 @@ from hvdtrain import MixtureOfExperts, load_run
 from hvdtrain.config.errors import CheckpointError
 from hvdtrain.state.hashes import digest_of
 from hvdtrain.state.structure import structure_of
-from tests.launching import hvdtrain, run, summary_of
+from tests.launching import Job, hvdtrain, summary_of
 
 pytestmark = [pytest.mark.extended, pytest.mark.xdist_group("experts")]  # they share a reference
 
@@ -39,7 +39,7 @@ def test_two_ranks_with_two_experts_each_train_as_one_process_with_four(tmp_path
     two, steps_of_two = train(tmp_path, "mpirun", 2, "two", "0", "--parallel", "ep=2")
     assert two["parameters"] == one["parameters"]
     script = "import hvdtrain; print(hvdtrain.load_run('one').model.count_params())"
-    loaded = run([sys.executable, "-c", script], cwd=tmp_path, timeout=150)  # knows no layer of ours yet
+    loaded = Job([sys.executable, "-c", script], cwd=tmp_path).expect()  # knows no layer of ours yet
     assert loaded.out.split() == [str(one["parameters"])], loaded.text
     with pytest.raises(CheckpointError, match=r"held parts of the model.*checkpoint export .*two --to .*model\.keras"):
         load_run(tmp_path / "two")

@@ -10,7 +10,7 @@ import textwrap
 import numpy as np
 import pytest
 
-from tests.launching import hvdtrain, run
+from tests.launching import Job, hvdtrain, launched
 
 pytestmark = pytest.mark.xdist_group("export")
 
@@ -122,9 +122,7 @@ SCRIPT = """\
 @pytest.mark.parametrize("zero", [0, 3])
 def test_a_script_exports_on_all_ranks_and_goes_on(tmp_path, zero):
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
-    job = run(
-        ["mpirun", "--oversubscribe", "-np", "2", sys.executable, "script.py", str(zero)], cwd=tmp_path, timeout=200
-    )
+    job = Job(launched("mpirun", 2, "script.py", str(zero)), cwd=tmp_path).expect(timeout=200)
     assert job.out.count("refused True") == 2
     assert "NOT REFUSED" not in job.out
     assert float(re.search(r"loss (\S+)", job.out)[1]) > 0
@@ -150,7 +148,7 @@ def test_texts_are_continued_as_by_generate(tmp_path):
     print("the c" + model.generate("the c", 30, 0.0, 0).numpy().decode())
     """
     (tmp_path / "served.py").write_text(textwrap.dedent(script))
-    assert run([sys.executable, "served.py"], cwd=tmp_path, timeout=100).out.rstrip("\n") == expected
+    assert Job([sys.executable, "served.py"], cwd=tmp_path).expect().out.rstrip("\n") == expected
 
 
 @pytest.mark.extended
@@ -189,7 +187,7 @@ def test_rows_are_served_with_their_texts(tmp_path):
     print("EQUAL", abs(mine - hvdtrain.load_run("rows").predict(rows)).numpy().max() < 1e-6)
     """
     (tmp_path / "served.py").write_text(textwrap.dedent(script))
-    assert "EQUAL True" in run([sys.executable, "served.py"], cwd=tmp_path, timeout=100).out
+    assert "EQUAL True" in Job([sys.executable, "served.py"], cwd=tmp_path).expect().out
 
 
 @pytest.mark.extended

@@ -1,11 +1,10 @@
 """What a training costs before its first step."""
 
 import re
-import sys
 
 import pytest
 
-from tests.launching import launcher, run
+from tests.launching import Job, launched
 
 SCRIPT = """
 import keras, numpy as np, tensorflow as tf
@@ -34,7 +33,7 @@ def test_ranks_trace_a_step_as_often_as_one_process(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
 
     def traces(controller, size):
-        job = run([*launcher(controller, size), sys.executable, "script.py"], cwd=tmp_path, timeout=180)
+        job = Job(launched(controller, size, "script.py"), cwd=tmp_path).expect(timeout=180)
         return re.findall(r"TRACED (\d+)", job.text)
 
     (alone,) = traces("none", 1)

@@ -1,17 +1,12 @@
 """Ctrl-C in a terminal, which sends SIGINT to the launcher's whole process group."""
 
-import os
 import re
 import signal
-import subprocess
-import sys
-import time
 
 import pytest
 
 from hvdtrain.checkpoint.naming import complete
-from tests.awake import awake_seconds
-from tests.launching import job_environment, launcher
+from tests.launching import Job, launched
 
 pytestmark = pytest.mark.extended
 
@@ -20,20 +15,10 @@ CHATTER = re.compile(r"oneDNN custom|cpu_feature_guard|cudart_stub|cuInit|absl::
 
 def interrupt(command, cwd, ready, patience=120.0):
     """Start a job, press Ctrl-C once it is `ready`, and return exit code and standard error."""
-    options = {"cwd": cwd, "env": job_environment(), "text": True, "start_new_session": True}
-    with (cwd / "err").open("w+") as err:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=err, **options)
-        try:
-            begin = awake_seconds()
-            while not ready() and process.poll() is None and awake_seconds() - begin < patience:
-                time.sleep(0.1)
-            os.killpg(process.pid, signal.SIGINT)
-            code = process.wait(patience)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-        err.seek(0)
-        return code, err.read()
+    with Job(command, cwd=cwd) as job:
+        job.wait(ready, seconds=patience)
+        job.signal(signal.SIGINT)
+        return job.wait(seconds=patience), job.err
 
 
 def of_ranks(text):
@@ -50,7 +35,7 @@ def test_a_run_says_how_to_go_on(tmp_path, controller, size, resume, monkeypatch
     # mpirun kills the ranks a second after it has passed a signal on, which is short on a busy machine.
     monkeypatch.setenv("OMPI_MCA_odls_base_sigkill_timeout", "5")
     words = ["--epochs", "1000", "--checkpoint-every", "2", "--run-dir", "run", "--plots", "False"]
-    command = [*launcher(controller, size), sys.executable, "-m", "hvdtrain", *words]
+    command = launched(controller, size, "-m", "hvdtrain", *words)
     checkpoints = tmp_path / "run" / "checkpoints"
     code, text = interrupt(command, tmp_path, lambda: checkpoints.is_dir() and complete(checkpoints))
     # horovodrun sends the ranks SIGTERM and hands on their code; interrupted before it has seen it, it ends with 0.

@@ -13,7 +13,7 @@ from pathlib import Path
 import keras
 import pytest
 
-from tests.launching import run
+from tests.launching import Job
 
 ROOT = Path(__file__).parents[2]
 SOURCES = Path(keras.__file__).parent / "src"
@@ -74,13 +74,8 @@ def outcomes_of(folder):
     command = [sys.executable, "-m", "pytest", "-q", "--import-mode=importlib", "-p", "no:cacheprovider"]
     command += ["-c", "pytest.ini", "--rootdir", str(folder), "--junitxml=outcomes.xml"]
     command += ["-p", "tests.keras_suite.routed", "-k", " and ".join(f"not {word}" for word in LEFT_OUT)]
-    run(
-        [*command, *map(str, FILES), str(trainer_tests(folder))],
-        cwd=folder,
-        timeout=600,
-        code=None,
-        PYTHONPATH=str(ROOT),
-    )
+    command += [*map(str, FILES), str(trainer_tests(folder))]
+    Job(command, cwd=folder, PYTHONPATH=str(ROOT)).expect(code=None, timeout=600)
     found = {}
     for case in ET.parse(folder / "outcomes.xml").getroot().iter("testcase"):
         if case.find("skipped") is None:

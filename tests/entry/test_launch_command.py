@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from tests.launching import has_launcher, run, summary_of
+from tests.launching import Job, has_launcher, summary_of
 
 pytestmark = pytest.mark.extended
 
@@ -16,7 +16,7 @@ def test_the_printed_command_trains(tmp_path):
     if not has_launcher("mpirun"):
         pytest.skip("mpirun is not installed")
     line = f"eval \"$('{sys.executable}' -m hvdtrain launch --mpi -np 2 {' '.join(TRAIN)})\""
-    run(["bash", "-c", line], cwd=tmp_path, timeout=150)
+    Job(["bash", "-c", line], cwd=tmp_path).expect()
     summary = summary_of(tmp_path / "run")
     assert summary["world_size"] == 2, summary
 
@@ -24,5 +24,5 @@ def test_the_printed_command_trains(tmp_path):
 def test_run_becomes_the_launcher_and_returns_its_code(tmp_path):
     if not has_launcher("horovodrun"):
         pytest.skip("horovodrun is not installed")
-    job = run([*LAUNCH, "--run", "--gloo", "-np", "2", "digits", "--batch", "3"], cwd=tmp_path, timeout=100, code=2)
+    job = Job([*LAUNCH, "--run", "--gloo", "-np", "2", "digits", "--batch", "3"], cwd=tmp_path).expect(code=2)
     assert job.text.count("A batch of 3 samples does not divide among 2 ranks") == 1

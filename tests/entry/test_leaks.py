@@ -1,12 +1,11 @@
 """A training of thousands of steps needs no more memory, files or threads at its end than after its first hundreds."""
 
 import json
-import sys
 import textwrap
 
 import pytest
 
-from tests.launching import launcher, run
+from tests.launching import Job, launched
 
 pytestmark = pytest.mark.extended
 
@@ -77,7 +76,7 @@ SCRIPT = f"""\
 def test_2000_steps_take_no_more_memory_files_or_threads(tmp_path):
     pytest.importorskip("horovod", reason="horovod is not installed")
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
-    job = run([*launcher("mpirun", 2), sys.executable, "script.py"], cwd=tmp_path, timeout=200)
+    job = Job(launched("mpirun", 2, "script.py"), cwd=tmp_path).expect(timeout=200)
     found = [json.loads(line.partition("GREW ")[2]) for line in job.out.splitlines() if "GREW " in line]
     assert len(found) == 4, job.text[-3000:]
     for leaks, rank, (memory_kb, files, threads) in found:

@@ -2,11 +2,11 @@
 
 import subprocess
 import sys
-from pathlib import Path
+from contextlib import ExitStack
 
 import pytest
 
-from tests.launching import job_environment
+from tests.launching import Job
 from tests.unit import launcher_environments as started_by
 
 pytestmark = [pytest.mark.extended, pytest.mark.xdist_group("lone_ranks")]
@@ -24,12 +24,6 @@ def ranks_of(launcher: str) -> list[dict[str, str]]:
     return [started_by.MPICH_5 | {"PMI_RANK": str(rank), "MPI_LOCALRANKID": str(rank)} for rank in range(2)]
 
 
-def start(environ: dict[str, str], words: list[str], cwd: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, *words], env=job_environment(**environ), cwd=cwd, stderr=subprocess.PIPE, text=True
-    )
-
-
 CAUSES = {
     "torchrun": "does not read the place of a rank from torchrun or the like",
     "mpich": "mpiexec belongs to MPICH",
@@ -40,10 +34,11 @@ CAUSES = {
 def test_they_are_refused_with_one_error(launcher, tmp_path):
     if launcher == "mpich" and "Open MPI" not in library():
         pytest.skip("this environment's MPI is not Open MPI")
-    jobs = [[start(environ, words, tmp_path) for environ in ranks_of(launcher)] for words in (COMMAND, ["-c", INIT])]
-    for processes in jobs:
-        texts = [process.communicate(timeout=120)[1] for process in processes]
-        assert [process.returncode for process in processes] == [2, 2], texts
+    commands = [[sys.executable, *words] for words in (COMMAND, ["-c", INIT])]
+    for command in commands:
+        with ExitStack() as both:
+            jobs = [both.enter_context(Job(command, cwd=tmp_path, **environ)) for environ in ranks_of(launcher)]
+            texts = [job.expect(code=2).err for job in jobs]
         assert texts[0].startswith("hvdtrain: error: "), texts
         assert texts[0].count(CAUSES[launcher]) == 1
         assert len(texts[0].splitlines()) == 1
@@ -53,11 +48,9 @@ def test_they_are_refused_with_one_error(launcher, tmp_path):
 
 def test_horovods_own_init_is_refused_as_well(tmp_path):
     pytest.importorskip("horovod", reason="horovod is not installed")
-    with start(ranks_of("torchrun")[0], ["-c", FACE], tmp_path) as process:
-        text = process.communicate(timeout=120)[1]
-    assert process.returncode == 2
-    assert text.count(CAUSES["torchrun"]) == 1
-    assert "Traceback" not in text
+    job = Job([sys.executable, "-c", FACE], cwd=tmp_path, **ranks_of("torchrun")[0]).expect(code=2)
+    assert job.err.count(CAUSES["torchrun"]) == 1
+    assert "Traceback" not in job.err
 
 
 def library() -> str:

@@ -4,13 +4,12 @@ import itertools
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.launching import launcher, run
+from tests.launching import Job, launched
 
 SCRIPT = Path(__file__).parent / "elastic_jobs" / "apart.py"
 LIMIT_S = 240
@@ -19,10 +18,9 @@ STEPS = 200
 
 def train(folder, ranks, **given):
     """Run the script; mpirun's exit code says nothing with --enable-recovery."""
-    words = launcher("mpirun", ranks) if ranks else []
-    words = [*words[:1], "--enable-recovery", *words[1:]] if ranks else []
-    command = [*words, sys.executable, str(SCRIPT), json.dumps({"lost": {}, **given})]
-    return run(command, cwd=folder, timeout=LIMIT_S, code=None if ranks else 0)
+    words = [str(SCRIPT), json.dumps({"lost": {}, **given})]
+    command = launched("mpirun" if ranks else "none", ranks, *words, options=["--enable-recovery"] if ranks else [])
+    return Job(command, cwd=folder).expect(code=None if ranks else 0, timeout=LIMIT_S)
 
 
 def ends_of(job):

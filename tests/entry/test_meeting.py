@@ -66,7 +66,7 @@ class Pods:
         self.jobs = []
         for index in range(size) if ranks is None else ranks:
             own = {"JOB_COMPLETION_INDEX": str(index), "HOSTNAME": f"{cwd.name}-{index}"}
-            self.jobs.append(Job([sys.executable, *words], cwd=cwd, log=f"pod-{index}.log", **given, **own))
+            self.jobs.append(Job([sys.executable, *words], cwd=cwd, **given, **own))
         self.processes = [job.process for job in self.jobs]
 
     def __enter__(self):

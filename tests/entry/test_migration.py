@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.cli.migrate.report import analyse
-from tests.launching import hvdtrain, launcher, run
+from tests.launching import Job, hvdtrain, launched
 
 ROOT = Path(__file__).parents[2]
 FIT, TAPE, RESNET, ELASTIC, LEGACY, *_ = re.findall(  # the others: tests/entry/test_session_scripts.py
@@ -52,9 +52,7 @@ def test_the_examples_train_and_the_ranks_agree(tmp_path):
     calls[1:1] = ["import hvdtrain.horovod", "hvdtrain.horovod.start_timeline('timeline.json')"]
     calls[4:4] = ["hvdtrain.horovod.stop_timeline()"]
     (tmp_path / "examples.py").write_text("\n".join([AROUND, *calls]))
-    job = run(
-        [*launcher("gloo", 2), sys.executable, "examples.py"], cwd=tmp_path, timeout=200, HOROVOD_TIMELINE="DYNAMIC"
-    )
+    job = Job(launched("gloo", 2, "examples.py"), cwd=tmp_path, HOROVOD_TIMELINE="DYNAMIC").expect(timeout=200)
     found = re.findall(r"TRAINED (\w) (\d*) (\S+) (\w+)", job.out)
     assert len(found) == 8, job.text[-4000:]
     assert len(set(found)) == 4, f"the ranks drifted apart: {found}"
@@ -88,7 +86,7 @@ print(f"TRAINED {steps} {shared!r} {kinds[0]}\\n", end="", flush=True)
 def test_the_example_of_keras_2_trains_and_the_ranks_agree(tmp_path):
     text = "\n".join([AROUND_LEGACY, LEGACY, AFTER_LEGACY])
     (tmp_path / "train.py").write_text(text)
-    job = run([*launcher("mpirun", 2), sys.executable, "train.py"], cwd=tmp_path, timeout=120)
+    job = Job(launched("mpirun", 2, "train.py"), cwd=tmp_path).expect()
     found = re.findall(r"TRAINED (.*)", job.out)
     assert len(found) == 2, job.text[-4000:]
     assert len(set(found)) == 1, f"the ranks drifted apart: {found}"
@@ -118,7 +116,7 @@ def elastic_job(folder, script, hosts):
     command += ["--network-interfaces", "lo", "--host-discovery-script", str(discover), sys.executable, "train.py"]
     # A rank waits so long for one that is still importing TensorFlow; Horovod cannot read a cycle time twice: the
     # second time it crashes.
-    return run(command, cwd=folder, timeout=150, HOROVOD_CYCLE_TIME="0.5", code=None)
+    return Job(command, cwd=folder, HOROVOD_CYCLE_TIME="0.5").expect(code=None)
 
 
 @pytest.mark.extended

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.launching import hvdtrain, launcher, run
+from tests.launching import Job, hvdtrain, launched
 
 
 def refused(job, *words):
@@ -37,23 +37,18 @@ def test_a_batch_that_does_not_divide(tmp_path):
 
 @pytest.mark.extended
 def test_ranks_with_different_configurations(tmp_path):
-    words = [sys.executable, "-m", "hvdtrain", "--run-dir", "run"]
-    job = run(
-        [*launcher("mpirun", 1), *words, "--epochs", "2", ":", "-np", "1", *words, "--epochs", "3"],
-        cwd=tmp_path,
-        timeout=100,
-        code=None,
-    )
+    words = ["-m", "hvdtrain", "--run-dir", "run", "--epochs"]
+    command = launched("mpirun", 1, *words, "2", ":", "-np", "1", sys.executable, *words, "3")
+    job = Job(command, cwd=tmp_path).expect(code=None)
     refused(job, "configuration", "rank 0", "rank 1")
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.extended
 def test_a_mistake_on_one_rank_only(tmp_path):
-    words = [sys.executable, "-m", "hvdtrain", "--run-dir", "run"]
-    job = run(
-        [*launcher("mpirun", 1), *words, ":", "-np", "1", *words, "--epocs", "3"], cwd=tmp_path, timeout=100, code=None
-    )
+    words = ["-m", "hvdtrain", "--run-dir", "run"]
+    command = launched("mpirun", 1, *words, ":", "-np", "1", sys.executable, *words, "--epocs", "3")
+    job = Job(command, cwd=tmp_path).expect(code=None)
     refused(job, "--epocs", "rank 1")
 
 
@@ -80,7 +75,7 @@ trainer.fit(data, batch=8, epochs=1000, verbose=False)
 @pytest.mark.parametrize("controller", [pytest.param("gloo", marks=pytest.mark.extended), "mpirun"])
 def test_an_exception_on_one_rank_ends_the_job_with_its_traceback(tmp_path, controller):
     (tmp_path / "crash.py").write_text(CRASH)
-    job = run([*launcher(controller, 2), sys.executable, "crash.py"], cwd=tmp_path, timeout=150, code=None)
+    job = Job(launched(controller, 2, "crash.py"), cwd=tmp_path).expect(code=None)
     assert job.code != 0
     assert job.text.count("ZeroDivisionError: the file is broken") == 1, job.text[-4000:]
     assert "rank 1" in job.text

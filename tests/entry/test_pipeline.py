@@ -1,11 +1,9 @@
 """Pipeline parallelism as a user types it: a recipe, and the script of docs/pipeline_parallel.md."""
 
-import sys
-
 import pytest
 
 from tests.entry.docs.pages import blocks_of
-from tests.launching import hvdtrain, launcher, run, summary_of
+from tests.launching import Job, hvdtrain, launched, summary_of
 
 pytestmark = [pytest.mark.extended, pytest.mark.xdist_group("pipeline")]
 OPTIONS = ("--model", "mlp", "--model-args", "width", "32", "--accumulate", "4", "--seed", "3")
@@ -51,6 +49,6 @@ except ValueError as error:
 def test_the_script_of_the_documentation_trains_and_mistakes_are_named(tmp_path):
     script = blocks_of("docs/pipeline_parallel.md", "python")[0].text
     (tmp_path / "script.py").write_text(script + REFUSED)
-    job = run([*launcher("gloo", 2), sys.executable, "script.py"], cwd=tmp_path, timeout=150)
+    job = Job(launched("gloo", 2, "script.py"), cwd=tmp_path).expect()
     shapes = sorted(line.rpartition(":")[2] for line in job.out.splitlines() if "(5, 3)" in line)
     assert shapes == ["(5, 3) 2", "(5, 3) 3"]

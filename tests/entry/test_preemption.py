@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import sys
 import textwrap
 import time
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.checkpoint.naming import complete
-from tests.launching import Job, hvdtrain, launcher, summary_of
+from tests.launching import Job, hvdtrain, launched, summary_of
 
 WORDS = ["digits", "--run-dir", "run", "--resume", "auto", "--plots", "False", "--tensorboard", "False"]
 WORDS += ["--checkpoint-every", "100000"]
@@ -61,7 +60,7 @@ def ranks_below(pid):
 
 
 def job_of(controller, size, words, cwd):
-    return Job([*launcher(controller, size), sys.executable, *words], cwd=cwd)
+    return Job(launched(controller, size, *words), cwd=cwd)
 
 
 def saved_step(text):

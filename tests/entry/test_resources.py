@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from tests.launching import hvdtrain, launcher, run
+from tests.launching import Job, hvdtrain, launched
 from tests.unit.checkpoint.test_lock import HOLDER
 
 pytestmark = pytest.mark.extended
@@ -29,16 +29,15 @@ SCRIPT = """\
 
 def test_a_job_under_horovodrun_trains_on_when_nobody_reads_its_output(tmp_path):
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
-    command = shlex.join([*launcher("gloo", 2), sys.executable, "script.py"])
-    job = run(["bash", "-c", f"{command} | head -1; exit ${{PIPESTATUS[0]}}"], cwd=tmp_path, timeout=120)
+    command = shlex.join(launched("gloo", 2, "script.py"))
+    job = Job(["bash", "-c", f"{command} | head -1; exit ${{PIPESTATUS[0]}}"], cwd=tmp_path).expect()
     assert [(tmp_path / f"trained-{rank}").exists() for rank in (0, 1)] == [True, True]
     assert "Traceback" not in job.err, job.err[-3000:]
 
 
 def test_too_few_files_are_an_error_of_one_line_that_names_the_limit(tmp_path):
-    job = run(
-        ["bash", "-c", f"ulimit -n 7; exec {sys.executable} -m hvdtrain digits"], cwd=tmp_path, timeout=120, code=1
-    )
+    shell = f"ulimit -n 7; exec {sys.executable} -m hvdtrain digits"
+    job = Job(["bash", "-c", shell], cwd=tmp_path).expect(code=1)
     (line,) = job.err.splitlines()
     assert line.startswith("hvdtrain: error: [Errno 24] Too many open files: "), line
     assert "A process of this job may open 7 files at a time, which are too few: start it with `ulimit -n 4096`" in line

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.launching import Job, run
+from tests.launching import Job
 
 pytestmark = pytest.mark.extended
 
@@ -42,17 +42,16 @@ def test_a_job_returns_its_results_by_rank_over_mpi_and_gloo(tmp_path):
         f"{SCRIPT}\nprint(hvdtrain.run(sum_of_ranks, [10], np=2))\n"
         "print(hvdtrain.run(sum_of_ranks, [20], options=['--gloo']))\n"
     )
-    done = run([sys.executable, "script.py"], cwd=tmp_path, timeout=150)
-    assert "[(0, 11.0), (1, 11.0)]" in done.out, done.text
-    assert "[(0, 21.0), (1, 21.0)]" in done.out, done.text
+    answers = ["[(0, 11.0), (1, 11.0)]", "[(0, 21.0), (1, 21.0)]"]
+    done = Job([sys.executable, "script.py"], cwd=tmp_path).expect(*answers)
     assert len(re.findall(r"rank .*is there", done.out)) == 4, done.out
     assert not list(tmp_path.glob("hvdtrain-run-*"))
 
 
 def test_an_exception_of_a_rank_is_that_of_the_call(tmp_path):
     (tmp_path / "script.py").write_text(f"{SCRIPT}\nhvdtrain.run(fail)\n")
-    done = run([sys.executable, "script.py"], cwd=tmp_path, timeout=100, code=1)
-    assert "LaunchError: The function failed on rank 1: ValueError: no such word" in done.err
+    error = "LaunchError: The function failed on rank 1: ValueError: no such word"
+    done = Job([sys.executable, "script.py"], cwd=tmp_path).expect(error, code=1)
     assert "in fail" in done.out, "the traceback of the rank is printed"
 
 

@@ -9,7 +9,7 @@ import textwrap
 import pytest
 
 from hvdtrain.runtime.tracing.merge import EXCHANGE
-from tests.launching import launcher, run
+from tests.launching import Job, launched
 
 pytestmark = [pytest.mark.extended, pytest.mark.xdist_group("seeing")]
 
@@ -39,12 +39,9 @@ def test_each_rank_logs_on_its_host_and_the_primary_has_the_trace(tmp_path):
     command = [sys.executable, "-m", "hvdtrain", "train", "--model", "own:build", "--data", "mine:build"]
     words = ["--batch", "64", "--epochs", "1", "--run-dir", "run", "--plots", "False", "--tensorboard", "False"]
     words += ["--timeline", "trace.json", "--profile", "4:6", "--log-every", "100"]
-    done = run(
-        [*launcher("gloo", 2), "sh", "-c", IN_OWN_FOLDERS, "sh", *command, *words],
-        cwd=tmp_path,
-        timeout=200,
-        PYTHONPATH=os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])),
-    )
+    command = launched("gloo", 2, "-c", IN_OWN_FOLDERS, "sh", *command, *words, program="sh")
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    done = Job(command, cwd=tmp_path, PYTHONPATH=path).expect(timeout=200)
     for rank in (0, 1):
         (log,) = (tmp_path / f"rank-{rank}" / "run" / "logs").iterdir()
         text = log.read_text()
@@ -91,8 +88,8 @@ SCRIPT = """\
 
 def test_a_loop_of_its_own_is_traced_under_mpi(tmp_path):
     (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
-    done = run([*launcher("mpirun", 2), sys.executable, "train.py"], cwd=tmp_path, timeout=200)
-    assert "the trace of all ranks is in trace.json: open it at https://ui.perfetto.dev" in done.err
+    told = "the trace of all ranks is in trace.json: open it at https://ui.perfetto.dev"
+    Job(launched("mpirun", 2, "train.py"), cwd=tmp_path).expect(told, timeout=200)
     trace = rows_of(tmp_path / "trace.json")
     ranks = sorted({process for process, _ in trace if process.startswith("rank ")})
     assert len(ranks) == 2

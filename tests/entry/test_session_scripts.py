@@ -1,12 +1,11 @@
 """Scripts of TensorFlow 1, with the structure of Horovod's examples."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.launching import launcher, run
+from tests.launching import Job, launched
 
 pytestmark = pytest.mark.extended
 
@@ -102,8 +101,8 @@ def test_scripts_with_sessions_train_and_the_ranks_agree(tmp_path):
     page = SESSIONS.replace(update, f"        before = session.run(weights)\n{update}")
     page += "print('TRAINED page', before.sum(), flush=True)\ntf.reset_default_graph()\n"
     (tmp_path / "train.py").write_text("\n".join([page, WORD_VECTORS, DIGITS]))
-    command = [*launcher("gloo", 2), sys.executable, "train.py"]
-    job = run(command, cwd=tmp_path, timeout=180, TF_USE_LEGACY_KERAS="1")
+    command = launched("gloo", 2, "train.py")
+    job = Job(command, cwd=tmp_path, TF_USE_LEGACY_KERAS="1").expect(timeout=180)
     found = re.findall(r"TRAINED (\w+) (\S+)", job.out)
     assert [name for name, _ in sorted(found)] == sorted(2 * ["page", "words", "digits"]), job.text[-4000:]
     assert len(set(found)) == 3, f"the ranks drifted apart: {found}"

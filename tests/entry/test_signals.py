@@ -2,15 +2,13 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import psutil
 import pytest
 
 from tests.awake import awake_seconds
-from tests.launching import job_environment, launcher
+from tests.launching import Job, launched
 
 PATIENCE_S = 60.0
 RANK = """
@@ -53,25 +51,21 @@ def is_alive(process):
     "controller", ["mpi", *(pytest.param(name, marks=pytest.mark.extended) for name in ("gloo", "mpirun"))]
 )
 def test_a_signal_ends_the_job_soon_with_a_code_and_leaves_no_process(tmp_path, controller, number, to):
-    command = [*launcher(controller, 2), sys.executable, "-S", "-c", RANK]
-    options = {"cwd": tmp_path, "env": job_environment(), "start_new_session": True, "stdin": subprocess.DEVNULL}
-    with (tmp_path / "out").open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, **options)
-    started = [psutil.Process(process.pid)]
-    try:
-        wait_for(lambda: len(list(tmp_path.glob("began-*"))) == 2, "no ranks")
-        started += started[0].children(recursive=True)
-        (os.kill if to == "the launcher" else os.killpg)(process.pid, number)
-        begin = awake_seconds()
-        wait_for(lambda: process.poll() is not None, "the launcher does not end")
-        assert awake_seconds() - begin < SOON_S
-        # mpirun does not wait for ranks that it has told to end.
-        wait_for(lambda: not any(map(is_alive, started)), "processes are left")
-    finally:
-        for left in filter(is_alive, started):
-            left.kill()
-        process.wait()
-    text = (tmp_path / "out").read_text()
-    assert process.returncode == CODES[controller], text
+    command = launched(controller, 2, "-S", "-c", RANK)
+    with Job(command, cwd=tmp_path) as job:
+        started = [psutil.Process(job.process.pid)]
+        try:
+            wait_for(lambda: len(list(tmp_path.glob("began-*"))) == 2, "no ranks")
+            started += started[0].children(recursive=True)
+            (os.kill if to == "the launcher" else os.killpg)(job.process.pid, number)
+            begin = awake_seconds()
+            wait_for(lambda: job.code is not None, "the launcher does not end")
+            assert awake_seconds() - begin < SOON_S
+            # mpirun does not wait for ranks that it has told to end.
+            wait_for(lambda: not any(map(is_alive, started)), "processes are left")
+        finally:
+            for left in filter(is_alive, started):
+                left.kill()
+    assert job.code == CODES[controller], job.text
     if controller == "gloo":  # mpirun kills ranks about 2 s later, which a loaded machine may need to wake them
-        assert len(list(tmp_path.glob("saved-*"))) == 2, text
+        assert len(list(tmp_path.glob("saved-*"))) == 2, job.text

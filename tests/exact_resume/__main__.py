@@ -22,7 +22,7 @@ from pathlib import Path
 
 from tests.awake import awake_seconds
 from tests.chaos.jobs import Job
-from tests.launching import launcher
+from tests.launching import launched
 
 STEPS, EVERY = 120, 20
 LIMIT_S = 240
@@ -73,7 +73,7 @@ class Place:
         options = [*SETUPS[setup].split(), "--max-steps", str(STEPS), "--checkpoint-every", str(EVERY)]
         options += ["--log-every", "1", "--plots", "False", "--tensorboard", "False", "--run-dir", run]
         options += ["--resume", "auto", *(["--deterministic"] if deterministic else [])]
-        words = [*launcher(self.controller, self.ranks), sys.executable, "-m", "hvdtrain", "digits", *options]
+        words = launched(self.controller, self.ranks, "-m", "hvdtrain", "digits", *options)
         return Job(words, self.folder, {"PYTHONPATH": os.pathsep.join(sys.path)})
 
     def losses(self, run: str) -> dict[int, float]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.export.formats import FORMATS
-from tests.launching import hvdtrain, run
+from tests.launching import Job, hvdtrain
 
 OTHERS = {name: each for name, each in FORMATS.items() if each.packages}
 """Formats that need packages of their own; `tests/entry/test_export.py` has the rest."""
@@ -68,7 +68,7 @@ keras.utils.set_random_seed(0)
 stack = [keras.Input((8, 8, 1)), layers.Conv2D(16, 3, activation="relu"), layers.Flatten()]
 keras.Sequential([*stack, layers.Dense(64, "relu"), layers.Dense(10, "softmax")]).save("narrow.keras")
 """
-    run([sys.executable, "-c", script], cwd=home, timeout=100)
+    Job([sys.executable, "-c", script], cwd=home).expect()
     words = ["--format", "onnx", "litert", "--quantize", "int4"]
     job = hvdtrain("none", 1, "export", "narrow.keras", *words, cwd=home, code=1)
     assert re.search(

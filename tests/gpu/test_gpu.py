@@ -6,12 +6,11 @@ With `HVDTRAIN_GPU_TESTS=cpu` both sides run on the CPU: that shows that what th
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.launching import launcher, run
+from tests.launching import Job, launched
 
 HERE = os.environ.get("HVDTRAIN_GPU_TESTS", "gpu")
 SCRIPT = str(Path(__file__).with_name("train.py"))
@@ -28,8 +27,8 @@ def result_of(tmp_path_factory):
     def result_of(case, device=HERE, ranks=1):
         if (case, device) not in done:
             hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
-            words = [*(launcher("gloo", ranks) if ranks > 1 else []), sys.executable, SCRIPT, case]
-            job = run(words, cwd=tmp_path_factory.mktemp(case), timeout=600, **hidden)
+            words = launched("gloo" if ranks > 1 else "none", ranks, SCRIPT, case)
+            job = Job(words, cwd=tmp_path_factory.mktemp(case), **hidden).expect(timeout=600)
             lines = [line.partition("RESULT ")[2] for line in job.out.splitlines() if "RESULT " in line]
             assert len(lines) == ranks, job.text[-3000:]
             done[case, device] = json.loads(lines[0])
@@ -73,8 +72,8 @@ def test_memory_is_taken_as_it_is_needed(result_of):
 
 def test_two_ranks_share_a_gpu_where_horovod_has_no_nccl(result_of, tmp_path):
     if HERE == "gpu" and pytest.importorskip("horovod.tensorflow").nccl_built():
-        job = run([*launcher("gloo", 2), sys.executable, SCRIPT, "shared"], cwd=tmp_path, timeout=600, code=1)
-        assert "ncclCommInitRank failed: invalid usage" in job.text  # as docs/gpu.md says
+        said = "ncclCommInitRank failed: invalid usage"  # as docs/gpu.md says
+        Job(launched("gloo", 2, SCRIPT, "shared"), cwd=tmp_path).expect(said, code=1, timeout=600)
         return
     found, expected = result_of("shared", ranks=2), result_of("shared", "cpu", ranks=2)
     assert found["equal"]

@@ -2,12 +2,11 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.launching import launcher, run
+from tests.launching import Job, launched
 
 TASKS, FORMS = str(Path(__file__).with_name("tasks.py")), ("", "+")
 ROUNDING = {"GPT2": 1e-12}
@@ -26,7 +25,7 @@ def _keras_hub():
 
 def test_a_task_takes_strings_and_labels(tmp_path):
     script = Path(__file__).with_name("texts.py")
-    done = run([*launcher("mpirun", 2), sys.executable, str(script)], cwd=tmp_path, timeout=300)
+    done = Job(launched("mpirun", 2, str(script)), cwd=tmp_path).expect(timeout=300)
     assert done.out.count("EQUAL") == 2, done.text[-3000:]
 
 
@@ -34,7 +33,7 @@ def test_the_example_trains_as_in_one_process(tmp_path):
     script = Path(__file__).parents[2] / "examples" / "keras_hub_lora.py"
     losses = []
     for ranks in (1, 2):
-        done = run([*launcher("mpirun", ranks), sys.executable, str(script)], cwd=tmp_path, timeout=300)
+        done = Job(launched("mpirun", ranks, str(script)), cwd=tmp_path).expect(timeout=300)
         losses.append([float(text) for text in re.findall(r"^epoch .* loss (\S+)", done.out, re.MULTILINE)])
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
     assert losses[0][-1] < losses[0][0]
@@ -47,7 +46,7 @@ def alone(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("alone")
     names = [name + form for form in FORMS for name in BACKBONES]
-    run([*launcher("mpirun", 2), sys.executable, TASKS, "none", str(folder), *names], cwd=folder, timeout=1800)
+    Job(launched("mpirun", 2, TASKS, "none", str(folder), *names), cwd=folder).expect(timeout=1800)
     return folder
 
 
@@ -57,7 +56,7 @@ def test_decoders_train_as_in_one_process(axes, form, alone, tmp_path):
     from tests.keras_hub.decoders import BACKBONES, REFUSED
 
     names = [name + form for name in BACKBONES]
-    done = run([*launcher("mpirun", 2), sys.executable, TASKS, axes, str(alone), *names], cwd=tmp_path, timeout=1800)
+    done = Job(launched("mpirun", 2, TASKS, axes, str(alone), *names), cwd=tmp_path).expect(timeout=1800)
     results = [json.loads(line.partition(" ")[2]) for line in done.out.splitlines() if line.startswith("RESULT")]
     assert [result.pop("name") for result in results] == names, done.text[-3000:]
     for name, figures in zip(BACKBONES, results, strict=True):

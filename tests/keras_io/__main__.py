@@ -6,17 +6,14 @@ hvdtrain.whole_batch.
 
 import argparse
 import json
-import os
 import re
-import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.launching import job_environment, launcher
+from tests.launching import Job, launched
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "keras_support.md"
@@ -62,27 +59,13 @@ def trained(names: Sequence[str], mode: str, folder: str, *, ranks: int, log: Pa
     results: dict[str, str] = {}
     left = list(names)
     while left:
-        words = [*(launcher("mpirun", ranks) if ranks else []), sys.executable, "-m", "tests.keras_io.train"]
-        output = Path(folder, f"output on {ranks} ranks, {len(left)} left")
-        with output.open("w", encoding="utf-8") as file:
-            job = subprocess.Popen(
-                [*words, mode, folder, *left],
-                cwd=ROOT,
-                env=job_environment(PYTHONPATH=str(ROOT)),
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            try:
-                job.wait(timeout=60 + SECONDS * len(left))
-            except subprocess.TimeoutExpired:
-                os.killpg(job.pid, signal.SIGKILL)
-                job.wait()
-        text = output.read_text(encoding="utf-8", errors="replace")
+        words = launched("mpirun" if ranks else "none", ranks, "-m", "tests.keras_io.train")
+        with Job([*words, mode, folder, *left], cwd=ROOT, PYTHONPATH=str(ROOT)) as job:
+            job.wait(seconds=60 + SECONDS * len(left))
         if log is not None:
             with log.open("a", encoding="utf-8") as file:
-                file.write(text)
-        found = dict(json.loads(line) for line in re.findall(r"^RESULT (.*)$", text, re.MULTILINE))
+                file.write(job.text)
+        found = dict(json.loads(line) for line in re.findall(r"^RESULT (.*)$", job.out, re.MULTILINE))
         results |= found
         left = [name for name in left if name not in found]
         if left:

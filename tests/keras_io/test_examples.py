@@ -2,13 +2,12 @@
 
 import json
 import re
-import sys
 
 import pytest
 
 from tests.keras_io.__main__ import BEGIN, END, PAGE, compared, own_code, title, written
 from tests.keras_io.examples import EXAMPLES
-from tests.launching import launcher, run
+from tests.launching import Job, launched
 
 EVERYDAY = (
     "going_lower_level",
@@ -23,8 +22,8 @@ TEXT = PAGE.read_text(encoding="utf-8")
 
 
 def test_examples_of_each_kind_train_as_by_keras_alone(tmp_path):
-    words = [*launcher("mpirun", 2), sys.executable, "-m", "tests.keras_io.train", "both", str(tmp_path), *EVERYDAY]
-    done = run(words, cwd=PAGE.parents[1], timeout=300, PYTHONPATH=str(PAGE.parents[1]))
+    words = launched("mpirun", 2, "-m", "tests.keras_io.train", "both", str(tmp_path), *EVERYDAY)
+    done = Job(words, cwd=PAGE.parents[1], PYTHONPATH=str(PAGE.parents[1])).expect(timeout=300)
     found = dict(json.loads(line) for line in re.findall(r"^RESULT (.*)$", done.out, re.MULTILINE))
     assert found == dict.fromkeys(EVERYDAY, "equal"), done.text[-3000:]
 

@@ -14,7 +14,7 @@ import pytest
 import hvdtrain as package
 from hvdtrain.data.digits import load_digits
 from tests.entry.docs.pages import blocks_of
-from tests.launching import Job, hvdtrain, run
+from tests.launching import Job, hvdtrain
 
 PAGE = "docs/trackers.md"
 
@@ -53,7 +53,7 @@ def test_an_exported_model_answers_over_http(tmp_path):
     (script,) = (block for block in blocks_of(PAGE, "python") if block.file == "served.py")
     (tmp_path / script.file).write_text(script.text)
     for command in (export, write):
-        run([sys.executable, *command.split()[1:]], cwd=tmp_path, timeout=300)
+        Job([sys.executable, *command.split()[1:]], cwd=tmp_path).expect(timeout=300)
     port = str(free_port())
     served = [sys.executable, "-m", *serve.replace("5055", port).split()]
     images, _ = load_digits()

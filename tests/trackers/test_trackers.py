@@ -2,12 +2,11 @@
 
 import json
 import struct
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.launching import hvdtrain, launcher, run, summary_of
+from tests.launching import Job, hvdtrain, launched, summary_of
 
 BLOCK = 32768
 QUIET = ("--plots", "False", "--tensorboard", "False")
@@ -112,7 +111,7 @@ def test_wandb_has_one_run_of_a_training_on_ranks_that_is_resumed(home):
 def test_fit_writes_to_both_and_goes_on_with_both(home):
     (home / "script.py").write_text(SCRIPT)
     for epochs in (1, 2):
-        run([*launcher("gloo", 2), sys.executable, "script.py", str(epochs)], cwd=home, timeout=300)
+        Job(launched("gloo", 2, "script.py", str(epochs)), cwd=home).expect(timeout=300)
     client, (found,) = mlflow_runs("scripts")
     assert found.data.params["note"] == "mine"
     assert [each.step for each in client.get_metric_history(found.info.run_id, "loss")] == [4, 8]

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from tests.entry.docs.pages import blocks_of, text_of
-from tests.launching import has_launcher, run
+from tests.launching import Job, has_launcher
 
 ELSEWHERE = re.compile(
     r"runs/(flowers|prices|shakespeare)|hvdtrain checkpoint|-np 2 python -m hvdtrain digits --epochs 3$"
@@ -22,8 +22,7 @@ def shell(command, cwd, timeout=150):
     name = command.split()[0]
     if name in ("horovodrun", "mpirun") and not has_launcher(name):
         pytest.skip(f"{name} is not installed")
-    job = run(["bash", "-c", command], cwd=cwd, timeout=timeout)
-    return job
+    return Job(["bash", "-c", command], cwd=cwd).expect(timeout=timeout)
 
 
 def follow(page, folder):
@@ -134,7 +133,7 @@ def test_launchers_say_what_troubleshooting_lists(tmp_path, command, message):
         pytest.skip("is said to root only")
     if "mpirun" in message + command and not has_launcher("mpirun"):
         pytest.skip("mpirun is not installed")
-    job = run(["bash", "-c", command], cwd=tmp_path, timeout=30, code=None)
+    job = Job(["bash", "-c", command], cwd=tmp_path).expect(code=None, timeout=30)
     assert job.code != 0
     assert " ".join(message.split()) in " ".join(job.text.split())
     assert f"`{message}`" in text_of("docs/troubleshooting.md")

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from tests.entry.docs.pages import PAGES, ROOT
-from tests.launching import run
+from tests.launching import Job
 
 pytestmark = [pytest.mark.extended, pytest.mark.xdist_group("site")]
 
@@ -44,7 +44,7 @@ def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
     words = ["-m", "sphinx", "-q", "--fail-on-warning", "--keep-going", "-c", "docs", ".", str(folder)]
     overlay = ["launch/lib/overlay.sh", "docs", "-r", "launch/requirements-docs.txt", "--"]
-    run([*overlay, sys.executable, *words], cwd=ROOT, timeout=400, VIRTUAL_ENV=sys.prefix)
+    Job([*overlay, sys.executable, *words], cwd=ROOT, VIRTUAL_ENV=sys.prefix).expect(timeout=400)
     return folder
 
 

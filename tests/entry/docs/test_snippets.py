@@ -2,13 +2,12 @@
 
 import json
 import re
-import sys
 from collections import defaultdict
 
 import pytest
 
 from tests.entry.docs.pages import PAGES, ROOT, blocks_of
-from tests.launching import launcher, run
+from tests.launching import Job, launched
 
 pytestmark = [pytest.mark.extended, pytest.mark.xdist_group("docs")]  # they share a launch
 
@@ -27,8 +26,8 @@ SIZE = 2
 def job(tmp_path_factory):
     """All pages, one after the other, on 2 ranks."""
     folder = tmp_path_factory.mktemp("pages")
-    words = [sys.executable, "-m", "tests.entry.docs.run_pages", *RUN_HERE]
-    return run([*launcher("mpirun", SIZE), *words], cwd=folder, timeout=600, PYTHONPATH=str(ROOT), code=None)
+    command = launched("mpirun", SIZE, "-m", "tests.entry.docs.run_pages", *RUN_HERE)
+    return Job(command, cwd=folder, PYTHONPATH=str(ROOT)).expect(code=None, timeout=600)
 
 
 @pytest.fixture(scope="module")

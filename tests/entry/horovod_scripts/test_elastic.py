@@ -2,12 +2,11 @@
 
 import json
 import re
-import sys
 
 import pytest
 
 from tests.entry.horovod_scripts.rewriting import HERE, environment_of, write_scripts
-from tests.launching import launcher, run
+from tests.launching import Job, launched
 
 pytestmark = pytest.mark.extended
 
@@ -27,11 +26,11 @@ def elastic_job(folder, flavour, script, arguments):
     discover = folder / "discover.sh"
     discover.write_text(f"#!/bin/sh\n{HOSTS}\n")
     discover.chmod(0o755)
-    options = ["--min-np", "1", "--max-np", "2", "--network-interfaces", "lo"]
-    words = [sys.executable, str(HERE / "run_elastic.py"), str(folder / f"{script}.py"), *arguments.split()]
-    command = [*launcher("gloo", 2), *options, "--host-discovery-script", str(discover), *words]
+    options = ["--min-np", "1", "--max-np", "2", "--network-interfaces", "lo", "--host-discovery-script", str(discover)]
+    words = [str(HERE / "run_elastic.py"), str(folder / f"{script}.py"), *arguments.split()]
+    command = launched("gloo", 2, *words, options=options)
     # Horovod cannot read a cycle time twice: without the face it would crash in the reset.
-    return run(command, cwd=folder, timeout=600, HOROVOD_CYCLE_TIME="0.5", **environment_of(flavour), code=None)
+    return Job(command, cwd=folder, HOROVOD_CYCLE_TIME="0.5", **environment_of(flavour)).expect(code=None, timeout=600)
 
 
 @pytest.mark.parametrize(("flavour", "script", "arguments"), JOBS, ids=lambda value: value.split()[0])

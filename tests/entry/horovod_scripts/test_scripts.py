@@ -7,7 +7,6 @@ import functools
 import json
 import math
 import re
-import sys
 from collections import defaultdict
 
 import numpy as np
@@ -15,7 +14,7 @@ import pytest
 from PIL import Image
 
 from tests.entry.horovod_scripts.rewriting import HERE, environment_of, write_scripts
-from tests.launching import launcher, run
+from tests.launching import Job, launched
 
 pytestmark = pytest.mark.extended
 
@@ -66,22 +65,19 @@ def reports_of(tmp_path_factory):
 
     @functools.cache
     def reports(flavour, controller):
-        return launched(flavour, controller, tmp_path_factory.mktemp(f"{flavour}-{controller}"))
+        return ran(flavour, controller, tmp_path_factory.mktemp(f"{flavour}-{controller}"))
 
     return reports
 
 
-def launched(flavour, controller, folder):
+def ran(flavour, controller, folder):
     for kind in ("examples", "others"):
         write_scripts(kind, flavour, folder)
     write_faulty(folder)
     write_images(folder / "imagenet")
-    words = [
-        sys.executable,
-        str(HERE / "run_scripts.py"),
-        json.dumps(list(command_lines(WORLDS[flavour, controller], folder))),
-    ]
-    job = run([*launcher(controller, 2), *words], cwd=folder, timeout=600, **environment_of(flavour))
+    lines = json.dumps(list(command_lines(WORLDS[flavour, controller], folder)))
+    command = launched(controller, 2, str(HERE / "run_scripts.py"), lines)
+    job = Job(command, cwd=folder, **environment_of(flavour)).expect(timeout=600)
     found = defaultdict(list)
     for line in re.findall(r"SCRIPT (\{.*\})", job.out):
         report = json.loads(line)

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from tests.launching import Job, launcher, run
+from tests.launching import Job, launched
 from tests.unit.threaded_ranks import start_server, variables
 
 pytest.importorskip("horovod", reason="Horovod is not installed")
@@ -142,9 +142,9 @@ ACTIVITIES = ("SHARED_MEMORY_ALLREDUCE", "SHARED_MEMORY_ALLGATHER")
 def sums(folder, controller, ranks, first="", within=(), **settings):
     """Run the sums, within another command, and return which of their activities were in shared memory."""
     timeline = folder / "timeline.json"  # rank 0 writes one
-    words = [sys.executable, "-c", SUMS, str(timeline), first]
+    command = [*within, *launched(controller, ranks, "-c", SUMS, str(timeline), first)]
     environ = {"HOROVOD_TIMELINE": "DYNAMIC", "HOROVOD_DYNAMIC_PROCESS_SETS": "1", **settings}
-    job = run([*within, *launcher(controller, ranks), *words], cwd=folder, timeout=150, **environ)
+    job = Job(command, cwd=folder, **environ).expect()
     assert job.out.count("as they have to be") == ranks
     return {activity for activity in ACTIVITIES if activity in timeline.read_text()}
 
@@ -189,7 +189,7 @@ def test_ranks_agree_without_messages(tmp_path):
     """On what all of them have: over Gloo each message is written to a socket, and read."""
 
     def calls(**settings):
-        job = run([*launcher("gloo", 2), sys.executable, "-c", TALK], cwd=tmp_path, timeout=100, **settings)
+        job = Job(launched("gloo", 2, "-c", TALK), cwd=tmp_path, **settings).expect()
         return [int(each) for each in re.findall(r"read and written (\d+)", job.out)]
 
     assert max(calls()) < 20, "a heartbeat may come between"
@@ -198,8 +198,7 @@ def test_ranks_agree_without_messages(tmp_path):
 
 def test_what_a_rank_does_after_a_failure_is_not_taken_for_its_part(tmp_path):
     """It has no room for a buffer, and goes on to what is next, in the same memory."""
-    job = run([*launcher("gloo", 2), sys.executable, "-c", NO_ROOM], cwd=tmp_path, timeout=100)
-    assert "rank 1 failed" in job.out
+    job = Job(launched("gloo", 2, "-c", NO_ROOM), cwd=tmp_path).expect("rank 1 failed")
     assert re.search("rank 0 failed: .*Rank 1 has left in the middle of an exchange", job.out), job.out
 
 
@@ -218,7 +217,7 @@ def test_a_rank_that_ends_or_stands_still_fails_the_others(tmp_path, how, settin
         for rank in range(3):
             environ = variables(rank, 3, port, HOROVOD_CONTROLLER="gloo", HOROVOD_CPU_OPERATIONS="gloo", **settings)
             words = [sys.executable, "-c", ONE_ENDS, how]
-            ranks.append(jobs.enter_context(Job(words, cwd=tmp_path, log=f"log{rank}", **environ)))
+            ranks.append(jobs.enter_context(Job(words, cwd=tmp_path, **environ)))
         for rank in (0, 2):
             ranks[rank].wait(seconds=100)
             assert said in ranks[rank].text

@@ -1,12 +1,11 @@
 """What Horovod's background thread does while there is nothing to exchange, and once there is."""
 
 import json
-import sys
 from itertools import pairwise
 
 import pytest
 
-from tests.launching import launcher, run
+from tests.launching import Job, launched
 
 pytest.importorskip("horovod", reason="Horovod is not installed")
 
@@ -55,8 +54,8 @@ def ran(script, folder, *words, ranks=1, **settings):
     """Run a script, and return what it printed and the times, in seconds, at which rank 0's cycles began."""
     timeline = folder / "timeline.json"
     environ = ({} if ranks > 1 else ALONE) | {"HOROVOD_TIMELINE": "DYNAMIC"} | settings
-    launched = launcher("gloo", ranks) if ranks > 1 else []
-    job = run([*launched, sys.executable, "-c", script, str(timeline), *words], cwd=folder, timeout=120, **environ)
+    command = launched("gloo" if ranks > 1 else "none", ranks, "-c", script, str(timeline), *words)
+    job = Job(command, cwd=folder, **environ).expect()
     text = timeline.read_text().rstrip().rstrip(",")
     events = json.loads(text if text.endswith("]") else f"{text}]")
     return job.out, [event["ts"] / 1e6 for event in events if event.get("name") == "CYCLE_START"]
