@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets everything up, then runs all checks and tests. The last lines say what was skipped, and why, what failed, and how many
 # passed.
-#   launch/test.sh                        before a change lands: about 10 minutes on 2 cores
+#   launch/test.sh                        before a change lands: about 20 minutes on 2 cores
 #   launch/test.sh --all                  everything: before a release, and before a change of what many share
 #   launch/test.sh --gpu-build            compiles, links and loads Horovod with NCCL; needs no GPU
 #   launch/test.sh --gpu                  trainings on a GPU beside the same on the CPU, and a table of both (docs/gpu.md)
