@@ -19,12 +19,7 @@ SIDES = {
     "mirrored": "MirroredStrategy",
     "multi_worker_mirrored": "MultiWorkerMirrored",
 }
-MODELS = {
-    "resnet20": "ResNet-20",
-    "lm": "transformer, 12.7 M parameters",
-    "mlp": "wide MLP, 58.6 M parameters",
-    "dlrm": "recommender, 20.9 M parameters",
-}
+MODELS = {"resnet20": "ResNet-20", "lm": "transformer, 12.7 M parameters", "mlp": "wide MLP, 58.6 M parameters"}
 
 
 def newest() -> tuple[Path, Comparison]:
