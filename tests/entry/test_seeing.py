@@ -88,8 +88,8 @@ SCRIPT = """\
 
 def test_a_loop_of_its_own_is_traced_under_mpi(tmp_path):
     (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
-    told = "the trace of all ranks is in trace.json: open it at https://ui.perfetto.dev"
-    Job(launched("mpirun", 2, "train.py"), cwd=tmp_path).expect(told, timeout=200)
+    done = Job(launched("mpirun", 2, "train.py"), cwd=tmp_path).expect(timeout=200)
+    assert "the trace of all ranks is in trace.json: open it at https://ui.perfetto.dev" in done.err
     trace = rows_of(tmp_path / "trace.json")
     ranks = sorted({process for process, _ in trace if process.startswith("rank ")})
     assert len(ranks) == 2

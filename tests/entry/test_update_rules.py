@@ -123,4 +123,6 @@ trainer.fit(x, x.sum(1), batch=32, epochs=2, log_every=1000, verbose=2)
 
 def test_a_failure_of_a_rank_that_only_serves_ends_the_job_and_is_shown(tmp_path):
     (tmp_path / "train.py").write_text(FAILS)
-    Job(launched("mpirun", 2, "train.py"), cwd=tmp_path).expect("Condition x < y did not hold", "rank 1", code=1)
+    job = Job(launched("mpirun", 2, "train.py"), cwd=tmp_path).expect(code=1)
+    assert "Condition x < y did not hold" in job.err, job.text[-4000:]
+    assert "rank 1" in job.err, job.text[-4000:]
