@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -62,6 +62,21 @@ def launched(
     return [*launcher(controller, size), *options, program, *words]
 
 
+def start(
+    command: Sequence[str], *, cwd: Path, stdout: Any, stderr: Any, environ: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start a command in a process group of its own, with nothing to read."""
+    return subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=job_environment(**environ),
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        start_new_session=True,
+    )
+
+
 class Job:
     """A command under way, in a process group of its own, which is killed when the context ends.
 
@@ -75,15 +90,8 @@ class Job:
         self.command, self.folder = list(command), cwd
         self._files = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115  (closed with the job)
         self._ended: list[str] | None = None
-        self.process = subprocess.Popen(
-            self.command,
-            cwd=cwd,
-            env=job_environment(**environ),
-            stdin=subprocess.DEVNULL,
-            stdout=self._files[0],
-            stderr=self._files[1],
-            start_new_session=True,
-        )
+        out, err = self._files
+        self.process = start(self.command, cwd=cwd, stdout=out, stderr=err, environ=environ)
 
     def __enter__(self) -> Self:
         return self

@@ -1,6 +1,7 @@
 """Jobs with a time on each line of their output, and all of their processes, wherever these have gone."""
 
 import contextlib
+import io
 import os
 import re
 import signal
@@ -12,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tests.awake import awake_seconds
-from tests.launching import job_environment
+from tests.launching import start
 
 _MARK = "HVDTRAIN_CHAOS_JOB"
 """Environment variable that every process of a job inherits."""
@@ -33,17 +34,8 @@ class Job:
         self._mark = uuid.uuid4().hex
         self._lines: list[tuple[float, str]] = []
         environ = {_MARK: self._mark, **(environ or {})}
-        self._process = subprocess.Popen(
-            list(command),
-            cwd=cwd,
-            env=job_environment(**environ),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        self._process = start(command, cwd=cwd, environ=environ, **pipes)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -100,7 +92,7 @@ class Job:
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
+        for line in io.TextIOWrapper(self._process.stdout, errors="replace"):
             self._lines.append((time.time(), line))
 
 
