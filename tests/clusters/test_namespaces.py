@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.awake import awake_seconds
-from tests.clusters.namespaces import NoHosts, address, hosts
+from tests.clusters.namespaces import AUTOGROUP, NoHosts, address, hosts
 
 KIB = 1024
 DOWNLOAD = ["sh", "-c", f"ssh host2 'head -c {4096 * KIB} /dev/zero' | wc -c"]
@@ -60,3 +60,14 @@ def test_a_run_that_is_killed_leaves_nothing_behind(two):
     while folder.exists():
         assert awake_seconds() < limit
         time.sleep(0.1)
+
+
+@pytest.mark.skipif(not AUTOGROUP.exists(), reason="the kernel has no groups of sessions (CONFIG_SCHEDAUTOGROUP)")
+def test_the_cores_are_shared_out_by_processes_as_long_as_there_are_hosts(two):
+    AUTOGROUP.write_text("1")
+    try:
+        with hosts(1):
+            assert AUTOGROUP.read_text() == "0\n"
+        assert AUTOGROUP.read_text() == "1\n"
+    finally:
+        AUTOGROUP.write_text("0")  # as it has to be for those of this module
