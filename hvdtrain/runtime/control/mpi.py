@@ -173,14 +173,14 @@ class MpiTransport:
     def send(self, sequence: int, message: bytes) -> None:
         self._send(message, 0, self._tag(sequence))
 
-    def received(self, sequence: int, ranks: Collection[int]) -> Iterable[tuple[int, bytes]]:
+    def received(self, sequence: int, ranks: Collection[int], wait: int = 0) -> Iterable[tuple[int, bytes]]:
         return self.arrived(self._tag(sequence))
 
-    def publish(self, sequence: int, message: bytes, ranks: Collection[int]) -> None:
+    def publish(self, sequence: int, message: bytes, ranks: Collection[int], *, final: bool = True) -> None:
         for rank in ranks:
             self._send(message, rank, self._tag(sequence))
 
-    def published(self, sequence: int) -> bytes | None:
+    def published(self, sequence: int, wait: int = 0) -> bytes | None:
         return self._receive(0, self._tag(sequence))[1]
 
     def finish(self, sequence: int, deadline: float) -> None:

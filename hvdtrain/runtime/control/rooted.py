@@ -29,7 +29,7 @@ _LONGEST_S = 5.0
 
 
 class Transport(Protocol):
-    """Takes messages to rank 0 and back, without waiting and without looking into them.
+    """Takes messages to rank 0 and back, without looking into them, and without waiting except where told to.
 
     All may raise LaunchError when the transport itself is broken.
     """
@@ -42,14 +42,17 @@ class Transport(Protocol):
     def send(self, sequence: int, message: bytes) -> None:
         """Send this rank's part of exchange ``sequence`` to rank 0."""
 
-    def received(self, sequence: int, ranks: Collection[int]) -> Iterable[tuple[int, bytes]]:
-        """On rank 0: return the parts of ``ranks``, which it has not taken before, as far as they are there."""
+    def received(self, sequence: int, ranks: Collection[int], wait: int = 0) -> Iterable[tuple[int, bytes]]:
+        """On rank 0: return the parts of ``ranks``, which it has not taken before, as far as they are there.
 
-    def publish(self, sequence: int, message: bytes, ranks: Collection[int]) -> None:
-        """On rank 0: send an answer to ``ranks``; a later answer may replace an earlier one."""
+        It may wait for all of them for ``wait`` seconds.
+        """
 
-    def published(self, sequence: int) -> bytes | None:
-        """Return an answer of rank 0, or None while there is none."""
+    def publish(self, sequence: int, message: bytes, ranks: Collection[int], *, final: bool = True) -> None:
+        """On rank 0: send an answer to ``ranks``; a later answer may replace an earlier one, which was not final."""
+
+    def published(self, sequence: int, wait: int = 0) -> bytes | None:
+        """Return an answer of rank 0, or None; it may wait for the final one for ``wait`` seconds."""
 
     def finish(self, sequence: int, deadline: float) -> None:
         """On rank 0, after the final answer: see it off, until ``deadline`` (time.monotonic) at most."""
@@ -103,6 +106,16 @@ def _pauses(first: float, longest: float) -> Iterator[float]:
     while True:
         yield pause
         pause = min(pause * 1.5, longest)
+
+
+def _rest(pause: float, *, since: float, deadline: float) -> None:
+    """Sleep until `pause` seconds are over since a look began, or until `deadline`."""
+    time.sleep(max(0.0, min(since + pause, deadline) - time.monotonic()))
+
+
+def _wait_s(deadline: float) -> int:
+    """Return the seconds that a transport may wait: one, after which it is told who is missing; none at the end."""
+    return 1 if deadline - time.monotonic() >= 2.0 else 0
 
 
 class _Refusals:
@@ -262,7 +275,8 @@ class RootedChannel(ControlChannel):
         while missing:
             now = time.monotonic()
             tell, before = now >= min(telling, deadline), len(parts)
-            for rank, message in self._transport.received(sequence, missing):
+            wait = 0 if tell else _wait_s(deadline)
+            for rank, message in self._transport.received(sequence, missing, wait):
                 try:
                     parts[rank] = self._signer.open(message, purpose="part", sequence=sequence, sender=rank)
                 except LaunchError as error:
@@ -272,18 +286,18 @@ class RootedChannel(ControlChannel):
                 raise refusals.of(missing) or self._late(missing, timeout)
             if missing and tell:
                 waiting = _Answer("waiting", missing=missing[:_MOST_NAMED]).encode()
-                self._publish(sequence, waiting, parts.keys() - {0})
+                self._publish(sequence, waiting, parts.keys() - {0}, final=False)
                 on_wait(missing)
                 telling = now + interval
             if len(parts) > before:
                 pauses = _pauses(*self._transport.pauses)
             if missing:
-                time.sleep(min(next(pauses), max(0.0, deadline - time.monotonic())))
+                _rest(next(pauses), since=now, deadline=deadline)
         return [parts[rank] for rank in range(self.size)]
 
-    def _publish(self, sequence: int, answer: bytes, ranks: Collection[int]) -> None:
+    def _publish(self, sequence: int, answer: bytes, ranks: Collection[int], *, final: bool = True) -> None:
         message = self._signer.sign(answer, purpose="answer", sequence=sequence, sender=0)
-        self._transport.publish(sequence, message, ranks)
+        self._transport.publish(sequence, message, ranks, final=final)
 
     def _follow(
         self, sequence: int, payload: bytes, timeout: float, refuse_stale: bool, on_wait: OnWait
@@ -294,9 +308,9 @@ class RootedChannel(ControlChannel):
         refusals, is_missing = _Refusals(self.rank, self._transport.others_may_write), False
         message = self._signer.sign(payload, purpose="part", sequence=sequence, sender=self.rank)
         self._transport.send(sequence, message)
-        while time.monotonic() < deadline:
-            time.sleep(next(pauses))
-            published, text = self._transport.published(sequence), None
+        while True:
+            now = time.monotonic()
+            published, text = self._transport.published(sequence, _wait_s(deadline)), None
             try:
                 if published is not None:
                     text = self._signer.open(published, purpose="answer", sequence=sequence, sender=0)
@@ -317,7 +331,9 @@ class RootedChannel(ControlChannel):
                 telling += 1.0
                 if self._transport.others_may_write and (is_missing or refusals.seen):
                     self._transport.send(sequence, message)
-        raise refusals.of([0]) or self._late(missing, timeout)
+            if now >= deadline:
+                raise refusals.of([0]) or self._late(missing, timeout)
+            _rest(next(pauses), since=now, deadline=deadline)
 
     def _late(self, missing: Sequence[int], timeout: float) -> LaunchError:
         return MissingRankError(

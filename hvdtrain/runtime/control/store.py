@@ -1,7 +1,7 @@
 """The control channel over the HTTP store that ``horovodrun --gloo``, or rank 0 (`runtime/rendezvous.py`), keeps.
 
 The store knows PUT and GET of ``/<scope>/<key>`` (404 until written) and, from RendezvousHandler on, DELETE; with the
-patch `read-together`, GET of ``/<scope>/<key>,<key>…``.
+patch `read-together`, GET of ``/<scope>/<key>,<key>…``; with `await-values`, GET that waits for what is not written.
 A Horovod without the patch `store-token` takes them from everybody: every message is signed. Horovod's own client
 unpickles its answers: it is not used.
 """
@@ -66,30 +66,35 @@ class Store:
         if status != http.client.OK:
             raise LaunchError(f"Horovod's store at {self} refused to keep {scope}/{key} (HTTP {status}).")
 
-    def get(self, scope: str, key: str) -> bytes | None:
-        """Return a value, or None while it is not written (or is empty)."""
-        status, body, _ = self._request("GET", f"/{scope}/{key}")
+    def get(self, scope: str, key: str, *, wait: int = 0) -> bytes | None:
+        """Return a value, or None while it is not written (or is empty).
+
+        Args:
+            wait: seconds to wait for it, where the store can do that.
+        """
+        status, body, _ = self._request("GET", f"/{scope}/{key}", wait=wait)
         return body or None if status == http.client.OK else None
 
-    def get_all(self, scope: str, keys: Sequence[str]) -> dict[str, bytes]:
-        """Return those of several values that are written, with one request for many."""
+    def get_all(self, scope: str, keys: Sequence[str], *, wait: int = 0) -> dict[str, bytes]:
+        """Return those of several values that are written, with one request for many; wait for all of them as `get`."""
         found: dict[str, bytes] = {}
         while keys:
             # The store answers for as many of the first ones as go into a message.
-            values = self._values(scope, keys[:_KEYS_A_REQUEST])
+            values = self._values(scope, keys[:_KEYS_A_REQUEST], wait)
             found |= {key: value for key, value in zip(keys, values, strict=False) if value}
-            keys = keys[len(values) :]
+            keys, wait = keys[len(values) :], 0
         return found
 
-    def _values(self, scope: str, keys: Sequence[str]) -> list[bytes]:
+    def _values(self, scope: str, keys: Sequence[str], wait: int) -> list[bytes]:
         """Return the values of the first one or more of `keys`, empty where none is written."""
         if len(keys) > 1:
-            _, body, told = self._request("GET", f"/{scope}/{','.join(keys)}")
+            _, body, told = self._request("GET", f"/{scope}/{','.join(keys)}", wait=wait)
             lengths = [int(length) for length in re.findall(r"\d{1,10}", told)]
             if 0 < len(lengths) <= len(keys) and sum(lengths) == len(body):
                 return [body[end - length : end] for end, length in zip(accumulate(lengths), lengths, strict=True)]
             # Else it is of a Horovod without the patch `read-together`, or one of them is too long.
-        return [self.get(scope, key) or b"" for key in keys]
+            wait = 0  # it has waited, or cannot
+        return [self.get(scope, key, wait=wait) or b"" for key in keys]
 
     def delete(self, scope: str, key: str) -> None:
         """Remove a value, where the store can do that."""
@@ -98,8 +103,8 @@ class Store:
     def __str__(self) -> str:
         return f"{self._host}:{self._port}"
 
-    def _request(self, method: str, path: str, value: bytes | None = None) -> tuple[int, bytes, str]:
-        """Ask until there is an answer: many ranks at once overrun the short queue of the server.
+    def _request(self, method: str, path: str, value: bytes | None = None, *, wait: int = 0) -> tuple[int, bytes, str]:
+        """Ask until there is an answer: many ranks at once overrun the queue of a server without `await-values`.
 
         A body so long that no rank of this job can have written it is not read.
 
@@ -110,13 +115,14 @@ class Store:
             LaunchError: none came for ``patience`` seconds.
         """
         deadline = time.monotonic() + self._patience
+        headers = {"Prefer": f"wait={wait}"} if wait else {}
         while True:
             connection = http.client.HTTPConnection(self._host, self._port, timeout=_CONNECT_S)
             try:
                 with contextlib.closing(connection):
                     connection.connect()
-                    connection.sock.settimeout(max(1.0, self._patience))
-                    connection.request(method, self._path + path, body=value)
+                    connection.sock.settimeout(max(1.0, self._patience) + wait)
+                    connection.request(method, self._path + path, body=value, headers=headers)
                     response = connection.getresponse()
                     too_long = (response.length or 0) > self._most
                     body = b"" if too_long else response.read(self._most)
@@ -160,7 +166,7 @@ class StoreTransport:
             consume: whether rank 0 empties each part it has read, so that a later channel finds none.
             kept_here: whether the store ends with this process.
         """
-        # It answers some 1,000 requests a second, and an exchange is two of each rank before its answer is there.
+        # It answers some 1,000 requests a second, and each rank looks with one or two where it cannot wait for a value.
         self.pauses = max(0.001, 0.0005 * size), max(0.05, 0.001 * size)
         self._store = store
         self._scope = scope
@@ -168,6 +174,8 @@ class StoreTransport:
         self._size = size
         self._consume = consume
         self._kept_here = kept_here
+        self._told = False
+        """Whether rank 0 has told in this exchange who is missing."""
 
     def send(self, sequence: int, message: bytes) -> None:
         # The part of the exchange before was read, as its answer shows.
@@ -175,23 +183,31 @@ class StoreTransport:
         if sequence > 0:
             self._store.delete(self._scope, f"part-{sequence - 1}-{self._rank}")
 
-    def received(self, sequence: int, ranks: Collection[int]) -> Iterable[tuple[int, bytes]]:
-        parts = self._written(f"part-{sequence}", ranks, self._store)
+    def received(self, sequence: int, ranks: Collection[int], wait: int = 0) -> Iterable[tuple[int, bytes]]:
+        parts = self._written(f"part-{sequence}", ranks, self._store, wait)
         for rank in parts if self._consume else ():
             self._store.put(self._scope, f"part-{sequence}-{rank}", b"")
         return parts.items()
 
-    def publish(self, sequence: int, message: bytes, ranks: Collection[int]) -> None:
+    def publish(self, sequence: int, message: bytes, ranks: Collection[int], *, final: bool = True) -> None:
         # One value for all ranks.
-        self._store.put(self._scope, f"answer-{sequence}", message)
+        self._store.put(self._scope, f"{'answer' if final else 'state'}-{sequence}", message)
+        if not final:
+            self._told = True
+            # One of an earlier channel, or forged, would keep the others from looking further.
+            self._store.put(self._scope, f"answer-{sequence}", b"")
 
-    def published(self, sequence: int) -> bytes | None:
-        return self._store.get(self._scope, f"answer-{sequence}")
+    def published(self, sequence: int, wait: int = 0) -> bytes | None:
+        answer = self._store.get(self._scope, f"answer-{sequence}", wait=wait)
+        return answer or self._store.get(self._scope, f"state-{sequence}")
 
     def finish(self, sequence: int, deadline: float) -> None:
         # All have read the answer before, or they would not have sent a part.
         if sequence > 0:
             self._store.delete(self._scope, f"answer-{sequence - 1}")
+        if self._told:
+            self._store.delete(self._scope, f"state-{sequence}")
+            self._told = False
 
     def send_failure(self, message: bytes) -> None:
         # One value tells that there are any, so that a look is one request.
@@ -214,10 +230,10 @@ class StoreTransport:
     def _others(self) -> list[int]:
         return [rank for rank in range(self._size) if rank != self._rank]
 
-    def _written(self, name: str, ranks: Collection[int], store: Store) -> dict[int, bytes]:
-        """Return what those of `ranks` that have written `name` wrote."""
+    def _written(self, name: str, ranks: Collection[int], store: Store, wait: int = 0) -> dict[int, bytes]:
+        """Return what those of `ranks` that have written `name` wrote; wait as `Store.get`."""
         keys = {f"{name}-{rank}": rank for rank in ranks}
-        return {keys[key]: value for key, value in store.get_all(self._scope, list(keys)).items()}
+        return {keys[key]: value for key, value in store.get_all(self._scope, list(keys), wait=wait).items()}
 
     def abort(self, code: int) -> NoReturn:
         """End this process: horovodrun ends the others of a job where one ends with an error.

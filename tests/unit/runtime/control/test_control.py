@@ -12,6 +12,7 @@ from hvdtrain.runtime.control.store import Store, StoreTransport
 from hvdtrain.runtime.launchers import detect_environment
 from hvdtrain.runtime.link import open_control
 from tests.unit.threaded_ranks import as_ranks, ask, on_threads, open_rank, rendezvous, start_server
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -254,9 +255,9 @@ class Counted(Store):
 
     asked = 0
 
-    def _request(self, method, path, value=None):
+    def _request(self, method, path, value=None, *, wait=0):
         self.asked += 1
-        return super()._request(method, path, value)
+        return super()._request(method, path, value, wait=wait)
 
     def with_patience(self, patience):
         return self
@@ -399,3 +400,54 @@ def test_a_store_that_nobody_listens_at_is_named():
 )
 def test_ranks_are_named_briefly(ranks, text):
     assert name_ranks(ranks) == text
+
+
+@pytest.mark.parametrize("size", [3, 30])
+def test_an_exchange_takes_each_rank_as_many_requests_however_many_ranks_there_are(monkeypatch, size):
+    monkeypatch.setattr(rooted, "_wait_s", lambda deadline: 60)  # a second might be over on a busy machine
+    port = rendezvous()
+    stores = [Counted("127.0.0.1", port) for _ in range(size)]
+    ranks = [channels_over(store, size)[rank] for rank, store in enumerate(stores)]
+
+    def body(rank):
+        first = ranks[rank].exchange(b"first", timeout=60)
+        stores[rank].asked = 0
+        return first, ranks[rank].exchange(b"%d" % rank, timeout=60), stores[rank].asked
+
+    # Its part, in place of the one before, and the answer; of rank 0 the parts, and an answer in place of the last one.
+    assert on_threads(size, body) == [([b"first"] * size, [b"%d" % rank for rank in range(size)], 3)] * size
+
+
+def test_a_store_that_does_not_wait_is_asked_again(monkeypatch):
+    http_server = pytest.importorskip("horovod.runner.http.http_server", reason="Horovod is not installed")
+    monkeypatch.setattr(http_server.RendezvousHandler, "_await_values", lambda *_: None)
+    late = threading.Event()
+
+    def body(channel):
+        if channel.rank == 2:
+            assert late.wait(60)
+        return channel.exchange(b"%d" % channel.rank, timeout=60)
+
+    counted = Counted("127.0.0.1", rendezvous())
+    threading.Thread(target=lambda: (wait_until(lambda: counted.asked > 5), late.set())).start()
+    assert on_threads(3, lambda rank: body(channels_over(counted, 3)[rank])) == [[b"0", b"1", b"2"]] * 3
+
+
+def test_who_is_missing_is_told_past_an_answer_that_is_none_and_forgotten_in_the_end():
+    """As somebody has written it, or an earlier channel."""
+    port = rendezvous()
+    store, heard = Store("127.0.0.1", port), threading.Event()
+    store.put("scope", "answer-0", b"forged")
+    ranks = channels_over(store, 3)
+
+    def on_wait(missing):
+        if list(missing) == [2]:
+            heard.set()
+
+    def body(rank):
+        if rank == 2:
+            assert heard.wait(60)
+        return ranks[rank].barrier(60, on_wait=on_wait if rank == 1 else None)
+
+    assert on_threads(3, body) == [None] * 3
+    assert store.get("scope", "state-0") is None
