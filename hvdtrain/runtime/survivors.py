@@ -66,7 +66,7 @@ class Survivors(Worlds):
         self._me = 0
         """This rank."""
         self._mpi: Any = None
-        self._lobby: Any = None
+        self._lobby: MpiTransport | None = None
         """Messages among ranks of the job, by which those that are left find one another."""
         self._control = ControlChannel()
         self._end: Callable[[str], None] = lambda text: None
@@ -131,6 +131,7 @@ class Survivors(Worlds):
 
     def _agreed(self, timeout: float) -> list[int]:
         """Return the ranks that are left, once all of them say that the same ones are lost."""
+        assert self._lobby is not None  # the first world has met
         deadline = time.monotonic() + timeout
         said: set[int] | None = None
         heard: dict[int, set[int]] = {}
