@@ -2,7 +2,8 @@
 # Sets everything up, then runs all checks and tests. The last lines say what was skipped, and why, what failed, and how many
 # passed.
 #   launch/test.sh                        before a change lands: about 20 minutes on 2 cores
-#   launch/test.sh --all                  everything: before a release, and before a change of what many share
+#   launch/test.sh --all                  everything, in four hours: before a release, and before a change of what many share
+#   launch/test.sh --all 1/2              its unit tests and distributed checks; 2/2: the rest
 #   launch/test.sh --gpu-build            compiles, links and loads Horovod with NCCL; needs no GPU
 #   launch/test.sh --gpu                  trainings on a GPU beside the same on the CPU, and a table of both (docs/gpu.md)
 #   launch/test.sh tests/unit -k mesh     only pytest, with these arguments
@@ -103,9 +104,9 @@ finish() {
     exit
 }
 
-which=(-m "not extended")
-if [ "${1:-}" = --all ] && [ $# = 1 ]; then
-    which=()
+which=(-m "not extended") half=''
+if [ "${1:-}" = --all ] && [[ "${*:2}" =~ ^([12]/2)?$ ]]; then
+    which=() half="${2:-}"
     ensure_programs sshd=openssh-server ssh=openssh-client ip=iproute2 ps=procps \
         shellcheck=shellcheck chromium=chromium slurmctld=slurm-wlm munged=munge \
         /usr/lib/x86_64-linux-gnu/pmix2/lib/libpmix.so=libpmix-dev
@@ -114,20 +115,24 @@ elif [ $# -gt 0 ]; then
     finish
 fi
 
-# In a process group of its own, so that it can be ended.
-set -m
-static >"$report/static.log" 2>&1 &
-static=$!
-set +m
-tests "unit tests" "${which[@]}" -n 3 tests/unit
-wait "$static"
-static=''
-cat "$report/static.log"
 # The ranks of a battery fill the machine; of commands and scripts, which wait a third of the time, three run at once.
 battery=(tests/distributed/test_battery.py tests/distributed/test_worlds.py)
-tests "distributed checks" "${which[@]}" "${battery[@]}"
-tests "commands and scripts" "${which[@]}" -n 3 --dist loadgroup tests/entry tests/chaos tests/keras_io tests/distributed "${battery[@]/#/--ignore=}"
-if [ -z "${which[*]}" ]; then
+if [ "$half" != 2/2 ]; then
+    # In a process group of its own, so that it can be ended.
+    set -m
+    static >"$report/static.log" 2>&1 &
+    static=$!
+    set +m
+    tests "unit tests" "${which[@]}" -n 3 tests/unit
+    wait "$static"
+    static=''
+    cat "$report/static.log"
+    tests "distributed checks" "${which[@]}" "${battery[@]}"
+fi
+if [ "$half" != 1/2 ]; then
+    tests "commands and scripts" "${which[@]}" -n 3 --dist loadgroup tests/entry tests/chaos tests/keras_io tests/distributed "${battery[@]/#/--ignore=}"
+fi
+if [ -z "${which[*]}" ] && [ "$half" != 1/2 ]; then
     tests "several hosts" tests/clusters
     section "exact resume" python -m tests.exact_resume
     oldest_keras_newest_python
