@@ -109,6 +109,22 @@ def outside_of_strategy() -> Iterator[None]:
         distribute_lib._pop_per_thread_mode()
 
 
+@contextmanager
+def eager_variables() -> Iterator[None]:
+    """Make variables eagerly inside the context, also while a function is traced; the caller must keep them.
+
+    TensorFlow traces a function once more that makes variables in its first trace, also within `tf.init_scope`.
+    Assumes that a creator of variables is asked before that of a traced function, which passes over such variables.
+    """
+    import tensorflow as tf
+
+    def make(next_creator: Callable[..., Any], **options: Any) -> Any:
+        return next_creator(**{**options, "experimental_enable_variable_lifting": False})
+
+    with tf.init_scope(), tf.variable_creator_scope(make):
+        yield
+
+
 def compiled(body: Any, *, reduce_retracing: bool = False) -> Any:
     """Compile `body` without autograph, and without TensorFlow's warning where every trainer compiles its own.
 

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Collectives
 from hvdtrain.backends.select import current_exchange
+from hvdtrain.compat.tensorflow import eager_variables
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.training import CompressionName
 from hvdtrain.gradients.collectives import Op
@@ -123,7 +124,7 @@ class GradientAccumulator:
         """Create the optimizer's variables here: within a branch of a graph they cannot be."""
         refuse_exchange_of_microbatches(optimizer, "GradientAccumulator")
         if not optimizer.built:
-            with tf.init_scope():
+            with eager_variables():
                 optimizer.build(self.variables)
 
     def _apply(self, optimizer: Any) -> tf.Tensor:

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.protocol import Collectives
 from hvdtrain.compat.keras_variables import trained_variables
+from hvdtrain.compat.tensorflow import eager_variables
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.config.training import CompressionName
 from hvdtrain.gradients.collectives import Op
@@ -107,7 +108,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         known = trained_variables(innermost(self.inner_optimizer))
         variables = list(known if trainable_variables is None else trainable_variables)
         if not self.built:
-            with tf.init_scope():
+            with eager_variables():
                 self.build(variables)
         self.apply_reduced(
             self._exchange.reduce(list(grads), variables, role=self.role, weight=self.local_weight), variables

@@ -5,6 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdtrain.compat.tensorflow import eager_variables
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.gradients.reduction import Gradient
 from hvdtrain.gradients.sparse import sum_duplicates
@@ -36,7 +37,7 @@ class GradientSum:
             first: whether they start a new sum.
         """
         if self._buffers is None:
-            with tf.init_scope():
+            with eager_variables():
                 self._buffers = [
                     _buffer(v, g, self._give_back) for v, g in zip(self._variables, gradients, strict=True)
                 ]

@@ -6,6 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdtrain.compat.tensorflow import eager_variables
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.gradients.collectives import LINEAR
 from hvdtrain.gradients.gradient_exchange import GradientExchange
@@ -120,7 +121,7 @@ class Distribution:
     def counter(self) -> tf.Variable:
         """The number of calls whose gradients wait for the last one."""
         if self._count is None:
-            with tf.init_scope():
+            with eager_variables():
                 self._count = tf.Variable(0, trainable=False, dtype=tf.int32, name="backward_passes")
         return self._count
 

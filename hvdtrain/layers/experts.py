@@ -16,6 +16,7 @@ import tensorflow as tf
 from hvdtrain.backends.differentiable import copy_to, exchange_parts, sum_from
 from hvdtrain.backends.protocol import Collectives
 from hvdtrain.compat.keras import flatten_layers
+from hvdtrain.compat.tensorflow import eager_variables
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.config.parallel import REPLICA_AXES
 from hvdtrain.layers.exchanging import ExchangingLayer
@@ -146,7 +147,7 @@ class RoutingCounts:
             "synchronization": tf.VariableSynchronization.ON_READ,
             "aggregation": tf.VariableAggregation.SUM,
         }
-        with tf.init_scope():  # a layer inside another one is built while the outer one is traced
+        with eager_variables():  # a layer inside another one is built while the outer one is traced
             self.load = tf.Variable(tf.zeros([experts]), name="expert_load", **local)
             """Tokens that chose each expert."""
             self.dropped = tf.Variable(0.0, name="dropped_tokens", **local)

@@ -18,7 +18,7 @@ from hvdtrain.runtime.guarded import guarded, kept
 from hvdtrain.runtime.hierarchy import sum_by_host
 from hvdtrain.runtime.packing import buffers, pack, unpack
 from hvdtrain.runtime.tuning import fuses
-from hvdtrain.runtime.turns import prepare_turn, turn_of
+from hvdtrain.runtime.turns import turn_of
 
 ReduceOp = Literal["sum", "average", "adasum", "min", "max", "product"]
 
@@ -85,8 +85,6 @@ class AxisCollectives:
         self.size = len(group.ranks)
         self.index = group.index
         self.sends = group.process_set is not None
-        if group.process_set is not None:
-            prepare_turn(group.process_set)
         self.by_host = None if group.by_host is None else TwoLevelSum(group.by_host)
         # Of a sum in two levels Horovod could put nothing but the middle part into a message with others.
         self.fuses = self.by_host is None and fuses(os.environ)

@@ -19,22 +19,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.compat.tensorflow import add_control_inputs, is_branch, writes_resource
+from hvdtrain.compat.tensorflow import add_control_inputs, eager_variables, is_branch, writes_resource
 from hvdtrain.runtime.compiled import noted_at, prefixed_function
 
 _TURN = "hvdtrain_turn"
 """Attribute of a process set of Horovod's."""
 _PASSAGES = "hvdtrain_passages"
 FuncGraph = tf.__internal__.FuncGraph
-
-
-def prepare_turn(process_set: Any) -> None:
-    """Create the variable of `turn_of`, unless TensorFlow 1 is in use.
-
-    One that appears while a function is traced has it traced a second time.
-    """
-    if tf.executing_eagerly() and not hasattr(process_set, _TURN):
-        setattr(process_set, _TURN, Turn())
 
 
 def turn_of(process_set: Any) -> "Turn | None":
@@ -75,7 +66,7 @@ class Turn:
     """The variable that functions write when they have exchanged among the ranks of one process set."""
 
     def __init__(self) -> None:
-        with tf.init_scope(), tf.device("/cpu:0"):
+        with eager_variables(), tf.device("/cpu:0"):
             self._variable = tf.Variable(0, trainable=False, name="turn")
 
     def before(self) -> Sequence[Any]:

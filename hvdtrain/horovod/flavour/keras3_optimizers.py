@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.compat.keras_variables import load_optimizer_weights, momentum_slots, trained_variables
+from hvdtrain.compat.tensorflow import eager_variables
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.gradients.reduction import Gradient
 from hvdtrain.horovod.distribution import CallableList, HorovodNames
@@ -253,7 +254,7 @@ def built(optimizer: Any, variables: Sequence[Any] | None) -> list[Any]:
     if variables is None:
         return trained_variables(optimizer)
     if not optimizer.built:
-        with tf.init_scope():
+        with eager_variables():
             optimizer.build(list(variables))
     return list(variables)
 

@@ -7,6 +7,7 @@ import tensorflow as tf
 import tf_keras
 
 from hvdtrain.compat import tf_keras as compat
+from hvdtrain.compat.tensorflow import eager_variables
 from hvdtrain.gradients.reduction import Gradient
 from hvdtrain.horovod.distribution import CallableList, Distribution, HorovodNames
 from hvdtrain.optim.averaging import innermost
@@ -79,7 +80,7 @@ def completed(optimizer: Any, variables: Sequence[Any], path: Any) -> Any:
 
 def built(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
     """Create the slots of `optimizer`, which is impossible inside a branch of a graph, and return `variables`."""
-    with tf.init_scope():
+    with eager_variables():
         compat.create_slots(optimizer, variables)
     return list(variables)
 

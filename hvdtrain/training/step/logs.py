@@ -11,7 +11,7 @@ import tensorflow as tf
 from hvdtrain.backends.protocol import Backend, Collectives, world_size
 from hvdtrain.compat.keras import compile_metrics, compiled_metrics, flatten_layers, own_metrics
 from hvdtrain.compat.seams import METRIC_RESULT
-from hvdtrain.compat.tensorflow import compiled
+from hvdtrain.compat.tensorflow import compiled, eager_variables
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.runtime.compiled import run_once
 from hvdtrain.state.variables import unwrap
@@ -287,13 +287,13 @@ class StepLogs:
         return Results(of_step, of_step if self._of_epoch is self._figures else values(self._of_epoch))
 
     def note_reported(self) -> None:
-        """Make the variables of `progress`, which a compiled function that makes them would be traced twice for."""
+        """Make the variables of `progress`, for which a strategy must be entered."""
         for variable in self.variables():
             self._reported_sum(variable)
 
     def _reported_sum(self, variable: tf.Variable) -> tf.Variable:
         if id(variable) not in self._reported:
-            with tf.init_scope():
+            with eager_variables():
                 zeros = tf.zeros(variable.shape, variable.dtype)
                 # The same on all replicas of a strategy.
                 once = tf.VariableAggregation.ONLY_FIRST_REPLICA
@@ -326,7 +326,7 @@ class StepLogs:
         except (TypeError, ValueError) as error:
             raise self._no_number(name, value) from error
         if name not in self._other:
-            with tf.init_scope():
+            with eager_variables():
                 zeros = tf.zeros([1 + (tensor.shape[1:].num_elements() or 1)], tf.float64)
                 shape = [None] if tensor.shape.rank else [2]
                 self._other[name] = tf.Variable(zeros, trainable=False, name="figure", shape=shape)

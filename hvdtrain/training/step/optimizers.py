@@ -14,6 +14,7 @@ import tensorflow as tf
 from hvdtrain.backends.protocol import Backend
 from hvdtrain.compat.keras_variables import average_of, trained_variables
 from hvdtrain.compat.seams import APPLY
+from hvdtrain.compat.tensorflow import eager_variables
 from hvdtrain.config.errors import ConfigError
 from hvdtrain.data.batch import Batch
 from hvdtrain.gradients.distributed_optimizer import DistributedOptimizer
@@ -138,7 +139,7 @@ class OptimizerExchange:
     def _build(self, optimizer: Any, variables: Sequence[Any]) -> None:
         """Build an optimizer as Keras does: `model.optimizer` for all trained variables, others for their own."""
         if not optimizer.built:
-            with tf.init_scope():
+            with eager_variables():
                 everything = optimizer is getattr(self._model, MAIN, None)
                 optimizer.build(self._model.trainable_variables if everything else variables)
 

@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.compat.keras_variables import set_decayed, updating_at
+from hvdtrain.compat.tensorflow import eager_variables
 from hvdtrain.optim.averaging import innermost
 from hvdtrain.state.lent_optimizer import without_slots
 
@@ -20,7 +21,7 @@ def changes_rows_alone(optimizer: Any, *, decayed: bool = True) -> bool:
     inner = innermost(optimizer)
     if (inner.use_ema and inner.ema_overwrite_frequency) or getattr(inner, "optimizers", ()):
         return False  # one of several optimizers may update the table
-    with tf.init_scope(), without_slots(inner):
+    with eager_variables(), without_slots(inner):
         table = keras.Variable(np.ones((4, 2), np.float32), trainable=True)
         inner.build([table])
         set_decayed(inner, table, decayed)

@@ -3,6 +3,7 @@
 import sys
 import unittest.mock
 
+import keras
 import pytest
 import tensorflow as tf
 from tensorflow.python.eager.polymorphic_function import atomic_function
@@ -495,6 +496,36 @@ def knows_what_a_dataset_is_made_of():
 def lists_ops_of_a_map():
     called = tf.function(lambda x: tf.numpy_function(lambda y: y, [x], tf.int64), autograph=False)
     assert {"PyFunc"} <= compat.ops_of_map(numbers().map(called))
+
+
+@CONTRACTS.of(compat.eager_variables)
+def makes_variables_in_a_trace():
+    """In a function of TensorFlow's, in another one that it calls, and in a branch, each of which is traced once."""
+    made, traces = [], []
+
+    def make():
+        if len(made) < 3:
+            with compat.eager_variables():
+                made.append(tf.Variable(tf.ones([2])))
+                made.append(keras.Variable(2.0))
+                made.append(keras.metrics.Mean())
+        made[2].update_state(made[1].value)
+        return made[0].assign_add(tf.fill([2], made[1].value))
+
+    def function(inner):
+        def outer(x):
+            traces.append(1)
+            return x + inner()
+
+        return outer
+
+    for inner in (make, tf.function(make), lambda: tf.cond(tf.constant(True), make, lambda: tf.ones([2]))):
+        made.clear()
+        traces.clear()
+        outer = tf.function(function(inner))
+        assert [outer(tf.zeros([2])).numpy()[0] for _ in range(2)] == [3.0, 5.0]
+        assert float(made[2].result()) == 2.0
+        assert len(traces) == 1
 
 
 @CONTRACTS.of(compat.is_stateful_op)

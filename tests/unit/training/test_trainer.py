@@ -645,3 +645,66 @@ def test_what_happens_after_a_step_has_an_order():
         *(f"epoch 0 {epoch_end}", "epoch 1", "batch 0", "logged 3", "saved 3", "batch 1", "logged 4", "tested"),
         *("evaluated 4", f"epoch 1 {epoch_end}", "saved 4", "end"),
     ]
+
+
+class Counting(keras.layers.Layer):
+    """Counts how often it is called."""
+
+    calls = 0
+
+    def call(self, x):
+        self.calls += 1
+        return x
+
+
+class OwnStep(keras.Model):
+    """A step that returns a figure which is no metric's."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = CROSSENTROPY(y, self(x, training=True))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"own": loss}
+
+
+class TwoOptimizers(OwnStep):
+    """A step with an optimizer of each half of the weights."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__(inputs, outputs)
+        self.second = keras.optimizers.Adam()
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = CROSSENTROPY(y, self(x, training=True))
+        table, *others = self.trainable_variables
+        gradient, *rest = tape.gradient(loss, [table, *others])
+        self.optimizer.apply(rest, others)
+        self.second.apply([gradient], [table])
+        return {"own": loss}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "traces"),
+    [
+        (keras.Model, {}, 1),
+        (keras.Model, {"accumulate": 2}, 2),
+        (keras.Model, {"on_bad_step": "skip", "clip_norm": 1.0}, 1),
+        (keras.Model, {"precision": "mixed_float16"}, 1),
+        (keras.Model, {"sparse_gradients": "gather"}, 1),
+        (OwnStep, {}, 1),
+        (TwoOptimizers, {}, 2),
+    ],
+    ids=str,
+)
+def test_a_model_is_traced_once_to_be_built_and_once_for_its_step(kind, options, traces):
+    """A variable that is made while a step is traced would have TensorFlow trace it once more."""
+    counting = Counting()
+    tokens = keras.Input((4,), dtype="int32")
+    outputs = keras.layers.Dense(3)(keras.layers.Flatten()(counting(keras.layers.Embedding(10, 3)(tokens))))
+    trainer = Trainer(kind(tokens, outputs), "adam", CROSSENTROPY, **options)
+    called = counting.calls
+    trainer.fit((np.ones((8, 4), "int32"), Y[:8]), batch=8, verbose=False)
+    assert counting.calls - called == 1 + traces

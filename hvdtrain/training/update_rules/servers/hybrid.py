@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.backends.protocol import Backend, gather
+from hvdtrain.compat.tensorflow import eager_variables
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.gradients.reduction import Gradient, scaled
@@ -72,7 +73,7 @@ class HybridUpdate(AsyncUpdate):
         }
         self._weight.assign(weight)
         self._share.assign(tf.math.divide_no_nan(weight, expected))
-        with tf.init_scope():
+        with eager_variables():
             self._lay_out(pushed)
         for layout, outgoing in zip(self._layouts, self._outbox, strict=True):
             outgoing.keep(layout, pushed)

@@ -21,6 +21,7 @@ import tensorflow as tf
 from hvdtrain.backends.protocol import Backend, gather
 from hvdtrain.compat.keras_variables import is_decayed
 from hvdtrain.compat.seams import VARIABLE
+from hvdtrain.compat.tensorflow import eager_variables
 from hvdtrain.config.errors import ConfigError, opt
 from hvdtrain.data.pipeline import TrainingData
 from hvdtrain.gradients.reduction import Gradient, scaled
@@ -123,7 +124,7 @@ class AsyncUpdate(UpdateRule):
         self._weight.assign(weight)
         self._norm.assign(norm)
         gradients = {path: each for path, each in zip(self._paths, own, strict=True) if each is not None}
-        with tf.init_scope():
+        with eager_variables():
             self._lay_out(gradients)
         for layout, outgoing in zip(self._layouts, self._outbox, strict=True):
             outgoing.keep(layout, gradients)
