@@ -12,13 +12,17 @@ def zero_if_finite(tensors: list[Any]) -> tf.Tensor:
 
     A sum is finite if its terms are, short of overflow; it takes one pass without a mask in memory.
     """
-    sums = [_wide_sum(tensor) for tensor in tensors if tf.is_tensor(tensor) and tensor.dtype.is_floating]
+    floating = [each for each in tensors if tf.is_tensor(each) and each.dtype.is_floating]
+    # One constant for all of a rank: a model has hundreds of variables, and each operation takes a while to trace.
+    ranks = {each.shape.rank for each in floating} - {None}
+    axes = {rank: tf.constant(list(range(rank)), tf.int32) for rank in ranks}
+    sums = [_wide_sum(each, axes.get(each.shape.rank)) for each in floating]
     return 0.0 * tf.add_n(sums) if sums else tf.constant(0.0)
 
 
-def _wide_sum(tensor: Any) -> tf.Tensor:
+def _wide_sum(tensor: Any, axes: tf.Tensor | None) -> tf.Tensor:
     narrow = tensor.dtype.size < 4
-    return tf.cast(tf.reduce_sum(tf.cast(tensor, tf.float32) if narrow else tensor), tf.float32)
+    return tf.cast(tf.reduce_sum(tf.cast(tensor, tf.float32) if narrow else tensor, axes), tf.float32)
 
 
 def poison_of(gradient: Gradient) -> tf.Tensor:

@@ -83,7 +83,7 @@ class UpdateRule:
 
     def finite_parameters(self, state: TrainState) -> tf.Tensor:
         """Return whether all trainable parameters are finite, in the compiled step. Collective."""
-        return tf.math.is_finite(zero_if_finite([v.read_value() for v in state.trainable.values()]))
+        return tf.math.is_finite(zero_if_finite([tf.convert_to_tensor(v) for v in state.trainable.values()]))
 
     def diverging_gradients(self) -> dict[str, float]:
         """Return gradients that should be identical across tp ranks but are not.
