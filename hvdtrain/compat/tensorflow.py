@@ -113,7 +113,8 @@ def outside_of_strategy() -> Iterator[None]:
 def eager_variables() -> Iterator[None]:
     """Make variables eagerly inside the context, also while a function is traced; the caller must keep them.
 
-    TensorFlow traces a function once more that makes variables in its first trace, also within `tf.init_scope`.
+    TensorFlow traces a function once more that makes variables in its first trace, also within `tf.init_scope`. A
+    function that did so may make none in later traces, here neither.
     Assumes that a creator of variables is asked before that of a traced function, which passes over such variables.
     """
     import tensorflow as tf
@@ -123,6 +124,18 @@ def eager_variables() -> Iterator[None]:
 
     with tf.init_scope(), tf.variable_creator_scope(make):
         yield
+
+
+def bare_variable(value: Any) -> Any:
+    """Return an eager variable on the CPU in which neither a function that is being traced nor a strategy takes part.
+
+    Assumes that `ResourceVariable` asks no creator of variables.
+    """
+    import tensorflow as tf
+    from tensorflow.python.ops import resource_variable_ops
+
+    with tf.init_scope(), tf.device("/cpu:0"):
+        return resource_variable_ops.ResourceVariable(value, trainable=False)
 
 
 def compiled(body: Any, *, reduce_retracing: bool = False) -> Any:

@@ -19,7 +19,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.compat.tensorflow import add_control_inputs, eager_variables, is_branch, writes_resource
+from hvdtrain.compat.tensorflow import add_control_inputs, bare_variable, is_branch, writes_resource
 from hvdtrain.runtime.compiled import noted_at, prefixed_function
 
 _TURN = "hvdtrain_turn"
@@ -66,8 +66,7 @@ class Turn:
     """The variable that functions write when they have exchanged among the ranks of one process set."""
 
     def __init__(self) -> None:
-        with eager_variables(), tf.device("/cpu:0"):
-            self._variable = tf.Variable(0, trainable=False, name="turn")
+        self._variable = bare_variable(0)
 
     def before(self) -> Sequence[Any]:
         """Return what a collective at this place of a graph must wait for."""

@@ -1,5 +1,6 @@
 """`hvdtrain.allreduce`, `hvdtrain.all_gather` and the like on real ranks, against NumPy."""
 
+import contextlib
 import threading
 from typing import Any
 
@@ -100,6 +101,25 @@ def check_sparse_tensors_and_process_sets_of_scripts(world: World) -> None:
     world.gather(b"")
     for each in alone:
         hvd.remove_process_set(each)
+
+
+def check_a_function_exchanges_that_has_made_variables_before(world: World) -> None:
+    """In a set that has not exchanged before, and inside a strategy's scope: TensorFlow allows no other variable."""
+    for scope in (contextlib.nullcontext, tf.distribute.MirroredStrategy(["/cpu:0"]).scope):
+        alone = [hvd.add_process_set([rank]) for rank in range(world.size)]
+        own, layer = alone[world.rank], keras.layers.Dense(1, kernel_initializer="ones")
+
+        @tf.function(autograph=False)
+        def step(x: tf.Tensor, exchanges: bool, layer: Any = layer, own: Any = own) -> tf.Tensor:
+            outputs = layer(x)
+            return hvdtrain.allreduce(outputs, "sum", process_set=own) if exchanges else outputs
+
+        with scope():
+            x = tf.fill([1, 2], world.rank + 1.0)
+            assert [float(step(x, exchanges)[0, 0]) for exchanges in (False, True)] == 2 * [2.0 * world.rank + 2.0]
+        world.gather(b"")
+        for each in alone:
+            hvd.remove_process_set(each)
 
 
 def contrastive(features: Any) -> Any:

@@ -528,6 +528,24 @@ def makes_variables_in_a_trace():
         assert len(traces) == 1
 
 
+@CONTRACTS.of(compat.bare_variable)
+def makes_a_variable_in_any_trace():
+    """Also in a later one of a function that has made variables of its own, and inside a strategy's scope."""
+    own, made = [], []
+
+    @tf.function(autograph=False)
+    def function(asks):
+        if not own:
+            own.append(tf.Variable(1.0))
+        if asks and not made:
+            made.append(compat.bare_variable(2))
+        return own[0] + (tf.cast(made[0].assign_add(1), tf.float32) if asks else 0.0)
+
+    with tf.distribute.MirroredStrategy(["/cpu:0"]).scope():
+        assert [float(function(asks)) for asks in (False, True, True)] == [1.0, 4.0, 5.0]
+    assert compat.is_resource_variable(made[0])
+
+
 @CONTRACTS.of(compat.is_stateful_op)
 def knows_state():
     assert compat.is_stateful_op("RandomUniform")
