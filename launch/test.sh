@@ -3,7 +3,7 @@
 # passed.
 #   launch/test.sh                        before a change lands: about 20 minutes on 2 cores
 #   launch/test.sh --all                  everything, in four hours: before a release, and before a change of what many share
-#   launch/test.sh --all 1/2              its unit tests and distributed checks; 2/2: the rest
+#   launch/test.sh --all 1/2              its lint, types, unit tests and distributed checks; 2/2: the rest
 #   launch/test.sh --gpu-build            compiles, links and loads Horovod with NCCL; needs no GPU
 #   launch/test.sh --gpu                  trainings on a GPU beside the same on the CPU, and a table of both (docs/gpu.md)
 #   launch/test.sh tests/unit -k mesh     only pytest, with these arguments
